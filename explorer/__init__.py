@@ -1,0 +1,1 @@
+"""The schedule explorer behind `tl-megamoe`: enumerate, compile, check, time, record, freeze."""

@@ -1,0 +1,61 @@
+"""Seeds from the test id, and the rule that no `sm90` test is skipped on an SM90 machine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+
+
+@lru_cache(maxsize=1)
+def num_sm90_gpus() -> int:
+    """H100 or H200 GPUs of this machine."""
+    import torch
+
+    return sum(
+        torch.cuda.get_device_capability(i) == (9, 0) for i in range(torch.cuda.device_count())
+    )
+
+
+def gpus_needed(item: pytest.Item) -> int:
+    """GPUs that the markers of a test ask for."""
+    multi = item.get_closest_marker("multi_gpu")
+    if multi is not None:
+        return int(multi.args[0]) if multi.args else 2
+    return 1 if item.get_closest_marker("sm90") is not None else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        needed = gpus_needed(item)
+        if needed and num_sm90_gpus() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} SM90 GPU(s)"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Iterator[None]:
+    report = yield
+    needed = gpus_needed(item)
+    if report.skipped and not hasattr(report, "wasxfail") and needed and num_sm90_gpus() >= needed:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped although this machine can run it"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    if report.skipped and num_sm90_gpus():  # a skipped module hides its sm90 tests
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} was skipped as a whole on a machine with an SM90 GPU"
+    return report
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed that is the same in every run and differs between tests and their parameters."""
+    return zlib.crc32(request.node.nodeid.encode()) & 0x7FFFFFFF

@@ -1,0 +1,59 @@
+"""The rule on skipped sm90 tests, and seeds, in a pytest inside pytest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+INNER = """
+import pytest
+@pytest.mark.sm90
+def test_runs(): pass
+@pytest.mark.sm90
+def test_skips_itself(): pytest.skip("no reason")
+@pytest.mark.sm90
+@pytest.mark.multi_gpu(4)
+def test_four(): pytest.skip("no reason")
+def test_plain_skip(): pytest.skip("fine")
+"""
+
+
+def run_inner(pytester: pytest.Pytester, gpus: int, **files: str) -> dict[str, int]:
+    pytester.makeini("[pytest]\nmarkers =\n  sm90\n  multi_gpu\n")
+    pytester.makeconftest(CONFTEST + f"\ndef num_sm90_gpus(): return {gpus}\n")
+    pytester.makepyfile(**files)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "outcome"),
+    [
+        (0, {"skipped": 4}),
+        (1, {"passed": 1, "failed": 1, "skipped": 2}),
+        (4, {"passed": 1, "failed": 2, "skipped": 1}),
+    ],
+)
+def test_sm90_skips(pytester: pytest.Pytester, gpus: int, outcome: dict[str, int]) -> None:
+    assert run_inner(pytester, gpus, test_inner=INNER) == outcome
+
+
+@pytest.mark.parametrize(("gpus", "outcome"), [(0, {"skipped": 1}), (1, {"errors": 1})])
+def test_skipped_module(pytester: pytest.Pytester, gpus: int, outcome: dict[str, int]) -> None:
+    text = "import pytest\npytest.importorskip('no_such_module')\ndef test_x(): pass\n"
+    assert run_inner(pytester, gpus, test_inner=text) == outcome
+
+
+@pytest.mark.parametrize("parameter", [1, 2])
+def test_seed_follows_the_id(seed: int, parameter: int) -> None:
+    expected = {1: 0, 2: 0}
+    import zlib
+
+    for p in expected:
+        name = f"tests/test_conftest.py::test_seed_follows_the_id[{p}]"
+        expected[p] = zlib.crc32(name.encode()) & 0x7FFFFFFF
+    assert expected[1] != expected[2]
+    assert seed == expected[parameter]

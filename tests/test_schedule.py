@@ -1,0 +1,194 @@
+"""Schedule rules: every violation names its field, valid ones hold the hardware limits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tl_megamoe import PRESETS, Problem, Recipe, Schedule, ScheduleError
+from tl_megamoe.schedule import REGISTER_FILE, SMEM_LIMIT_BYTES, default_schedule
+
+FLASH = PRESETS["deepseek-v4-flash"].one_rank()
+FIELDS = {f.name for f in dataclasses.fields(Schedule)}
+TOKENS = (1, 16, 64, 256, 512, 1024, 4096, 8192)
+
+schedules = st.builds(
+    Schedule,
+    block_m=st.sampled_from((32, 64, 128, 256)),
+    linear1_block_n=st.sampled_from((64, 128, 256)),
+    linear2_block_n=st.sampled_from((64, 128, 256)),
+    stages=st.integers(0, 12),
+    experts_per_wave=st.integers(0, 40),
+    order=st.sampled_from(("wave", "lag", "spiral")),
+    lag=st.integers(-1, 40),
+    dispatch_warps=st.integers(0, 4),
+    load_warps=st.integers(0, 3),
+    load_registers=st.sampled_from((16, 24, 40, 48, 50, 104)),
+    math_registers=st.sampled_from((168, 200, 224, 232, 240, 256, 264)),
+    rows_in_flight=st.integers(0, 40),
+    num_sms=st.integers(0, 132),
+    prefetch=st.integers(-1, 60),
+)
+problems = st.sampled_from([p.one_rank() for p in PRESETS.values()]) | st.builds(
+    lambda h, i, e, k: Problem(
+        name="small",
+        hidden=128 * h,
+        intermediate=128 * i,
+        num_experts=e,
+        num_topk=k,
+        num_ranks=1,
+    ),
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.integers(1, 50),
+    st.integers(1, 10),
+)
+
+
+@settings(max_examples=300)
+@given(schedules, problems)
+def test_violations_name_a_field_and_its_value(schedule: Schedule, problem: Problem) -> None:
+    found = schedule.violations(problem)
+    for sentence in found:
+        field, _, rest = sentence.partition("=")
+        assert field in FIELDS | {"threads"}
+        assert rest.startswith(str(getattr(schedule, field))) or rest.startswith(
+            repr(getattr(schedule, field))
+        )
+    if found:
+        with pytest.raises(ScheduleError) as caught:
+            schedule.check(problem)
+        assert str(caught.value) == "; ".join(found)
+    else:
+        schedule.check(problem)
+
+
+@settings(max_examples=300)
+@given(schedules, problems)
+def test_valid_schedules_fit_the_hardware(schedule: Schedule, problem: Problem) -> None:
+    if schedule.violations(problem):
+        return
+    assert schedule.threads <= 1024
+    assert schedule.smem_bytes(problem) <= SMEM_LIMIT_BYTES
+    registers = 128 * schedule.load_registers + 256 * schedule.math_registers
+    assert registers <= REGISTER_FILE
+    assert problem.num_local_experts % schedule.experts_per_wave == 0
+    chunk = schedule.row_chunk(problem)
+    assert chunk > 0
+    assert problem.hidden % chunk == 0
+    assert chunk % 16 == 0
+    assert schedule.linear2_tiles(problem) * schedule.linear2_block_n == problem.hidden
+    assert schedule.linear1_tiles(problem) * 128 == problem.intermediate
+
+
+@given(schedules)
+def test_dict_round_trip(schedule: Schedule) -> None:
+    assert Schedule.from_dict(schedule.to_dict()) == schedule
+    assert hash(Schedule.from_dict(schedule.to_dict())) == hash(schedule)
+
+
+@settings(max_examples=300)
+@given(schedules, schedules)
+def test_names_are_unique(a: Schedule, b: Schedule) -> None:
+    valid = not a.violations(FLASH) and not b.violations(FLASH)
+    if valid and a != b:
+        assert a.name != b.name
+
+
+def test_names_change_with_every_field() -> None:
+    base = Schedule(experts_per_wave=32)
+    lag = dataclasses.replace(base, order="lag", lag=4)
+    changes = {
+        "block_m": 64,
+        "linear1_block_n": 128,
+        "linear2_block_n": 128,
+        "stages": 3,
+        "experts_per_wave": 16,
+        "dispatch_warps": 1,
+        "load_warps": 1,
+        "load_registers": 48,
+        "math_registers": 224,
+        "rows_in_flight": 2,
+        "num_sms": 128,
+        "prefetch": 0,
+    }
+    names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name}
+    names |= {dataclasses.replace(base, **{k: v}).name for k, v in changes.items()}
+    assert len(names) == 3 + len(changes)
+    assert set(changes) | {"order", "lag"} == FIELDS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": "4"}, "stages='4'"),
+        ({"stages": True}, "stages=True"),
+        ({"order": 1}, "order=1"),
+        ({"colour": 3}, "unknown \\['colour'\\]"),
+    ],
+)
+def test_from_dict_refuses(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_dict({**Schedule().to_dict(), **change})
+    partial = Schedule().to_dict()
+    del partial["lag"]
+    with pytest.raises(ScheduleError, match="missing \\['lag'\\]"):
+        Schedule.from_dict(partial)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts_per_wave": 5}, "does not divide num_local_experts=32"),
+        ({"order": "lag", "lag": 4, "experts_per_wave": 8}, "must be num_local_experts=32"),
+        ({"order": "lag"}, "lag=0 with order='lag'"),
+        ({"lag": 3}, "lag=3 with order='wave'"),
+        ({"block_m": 64, "linear1_block_n": 128}, "linear1_block_n=128 splits rows"),
+        ({"dispatch_warps": 3, "load_warps": 2}, "exceeds the 4 warps"),
+        ({"load_registers": 104, "math_registers": 240}, "registers a block"),
+        ({"stages": 12}, "no room for"),
+        ({"stages": 17}, "exceeds the 16 K blocks"),
+        ({"prefetch": 33}, "exceeds the 32 K blocks"),
+        ({"rows_in_flight": 33}, "32 lanes"),
+    ],
+)
+def test_rules(change: dict[str, object], message: str) -> None:
+    found = dataclasses.replace(Schedule(), **change).violations(FLASH)
+    assert any(message in sentence for sentence in found), found
+
+
+def test_recipes_without_a_kernel_are_violations() -> None:
+    assert Schedule().violations(FLASH, Recipe()) == []
+    for recipe in (Recipe(scale="pow2"), Recipe(intermediate_group=64)):
+        assert any("has no kernel" in s for s in Schedule().violations(FLASH, recipe))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("problem", [p.one_rank() for p in PRESETS.values()], ids=lambda p: p.name)
+def test_default_is_valid_for_presets(problem: Problem, tokens: int) -> None:
+    assert default_schedule(problem, tokens).violations(problem, Recipe()) == []
+
+
+@given(problems, st.sampled_from(TOKENS))
+def test_default_is_valid_everywhere(problem: Problem, tokens: int) -> None:
+    assert default_schedule(problem, tokens).violations(problem, Recipe()) == []
+
+
+@pytest.mark.parametrize("problem", [p.one_rank() for p in PRESETS.values()], ids=lambda p: p.name)
+def test_classic_candidate_is_valid(problem: Problem) -> None:
+    classic = Schedule(dispatch_warps=2, load_warps=2, load_registers=48, math_registers=224)
+    assert classic.violations(problem) == []
+    assert classic.threads == 384
+
+
+@given(schedules)
+def test_kernel_key_drops_runtime_fields_only(schedule: Schedule) -> None:
+    key = schedule.kernel_key()
+    runtime = {"experts_per_wave", "order", "lag", "prefetch"}
+    for field in FIELDS - runtime:
+        assert getattr(key, field) == getattr(schedule, field)
+    other = dataclasses.replace(schedule, experts_per_wave=7, order="lag", lag=9, prefetch=1)
+    assert other.kernel_key() == key

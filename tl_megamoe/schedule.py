@@ -1,0 +1,339 @@
+"""How one launch runs a problem: the free choices, what follows from them, and which are valid."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from .problem import SCALE_BLOCK, Problem, divisors_of
+from .recipe import Recipe
+
+BLOCK_K = SCALE_BLOCK
+"""Columns of one K block: one activation scale, one 128-byte FP8 row of a swizzled tile."""
+MATH_WARPS = 8
+SMEM_LIMIT_BYTES = 227 * 1024
+"""Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
+REGISTER_FILE = 65536
+MAX_ROW_CHUNK = 2048
+STAGING_BYTES = 16 * 1024
+COUNTER_BITS = 24
+"""Bits of `slot * capacity + token` in the source metadata of a pool row."""
+
+
+def _smem_round(num_bytes: int) -> int:
+    return -(-num_bytes // 1024) * 1024
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a rule for the problem at hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One point of the search space. Hashable; only free choices are fields.
+
+    Attributes:
+        block_m: rows of a pool block and of a tile, 64 or 128.
+        linear1_block_n, linear2_block_n: weight rows that one K loop of the phase multiplies. 256:
+            the two math warpgroups split the columns. 128: they split the rows (block_m 128 only);
+            a linear1 tile is then two K loops, so that it still holds whole 128-column groups.
+        stages: depth of the operand ring in K blocks.
+        experts_per_wave: experts whose linear1 tiles all precede their linear2 tiles; divides
+            `num_local_experts`. With order `lag` it must be `num_local_experts`.
+        order: `wave`, or `lag`: linear2 tiles of a pool block follow its linear1 tiles at a fixed
+            distance.
+        lag: that distance in pool blocks; 0 with order `wave`.
+        dispatch_warps: warps that pull rows, 1 to 3.
+        load_warps: 2: one warp loads A and its scales, one B. 1: one warp loads both.
+        load_registers, math_registers: registers a thread after the roles split (the dispatch and
+            load warps share one warpgroup, so they share one number).
+        rows_in_flight: row chunks that a dispatch warp has in flight.
+        num_sms: blocks of the grid, all resident at once.
+        prefetch: K blocks of a block's first weight tile sent to L2 while tokens are routed.
+    """
+
+    block_m: int = 128
+    linear1_block_n: int = 256
+    linear2_block_n: int = 256
+    stages: int = 4
+    experts_per_wave: int = 1
+    order: Literal["wave", "lag"] = "wave"
+    lag: int = 0
+    dispatch_warps: int = 2
+    load_warps: int = 2
+    load_registers: int = 40
+    math_registers: int = 232
+    rows_in_flight: int = 3
+    num_sms: int = 132
+    prefetch: int = 8
+
+    # ---- identity
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Schedule:
+        """A schedule from exactly its fields.
+
+        Raises:
+            ScheduleError: an unknown or missing field, or a value of the wrong type.
+        """
+        names = {f.name for f in fields(cls)}
+        unknown, missing = sorted(set(values) - names), sorted(names - set(values))
+        if unknown or missing:
+            raise ScheduleError(
+                f"schedule with fields {sorted(values)}: unknown {unknown}, missing {missing}"
+            )
+        for name, value in values.items():
+            wanted = str if name == "order" else int
+            if type(value) is not wanted:
+                raise ScheduleError(
+                    f"{name}={value!r} of a schedule must be {wanted.__name__}, "
+                    f"found {type(value).__name__}"
+                )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, in order; `from_dict` reads them back."""
+        return asdict(self)
+
+    @property
+    def name(self) -> str:
+        """A short name, unique among schedules: the key of a candidate in the tables."""
+        walk = f"w{self.experts_per_wave}" if self.order == "wave" else f"lag{self.lag}"
+        return (
+            f"m{self.block_m}-n{self.linear1_block_n}.{self.linear2_block_n}-s{self.stages}-{walk}"
+            f"-d{self.dispatch_warps}l{self.load_warps}"
+            f"-r{self.load_registers}.{self.math_registers}-f{self.rows_in_flight}"
+            f"-sm{self.num_sms}-p{self.prefetch}"
+        )
+
+    def kernel_key(self) -> Schedule:
+        """The schedule with the fields that only the walk reads set to their defaults.
+
+        Schedules with equal keys share one compiled kernel: `experts_per_wave`, `order`, `lag` and
+        `prefetch` reach the kernel as scalars.
+        """
+        default = Schedule()
+        return replace(
+            self,
+            experts_per_wave=default.experts_per_wave,
+            order=default.order,
+            lag=default.lag,
+            prefetch=default.prefetch,
+        )
+
+    # ---- derived
+
+    @property
+    def role_threads(self) -> int:
+        """Threads of the dispatch and load roles: one warpgroup, of which some warps may idle."""
+        return 128
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: dispatch and load, then two math warpgroups."""
+        return self.role_threads + 32 * MATH_WARPS
+
+    @property
+    def first_load_thread(self) -> int:
+        return 32 * self.dispatch_warps
+
+    @property
+    def m_halves(self) -> int:
+        """64-row WGMMA tiles of a block."""
+        return self.block_m // 64
+
+    @property
+    def max_block_n(self) -> int:
+        return max(self.linear1_block_n, self.linear2_block_n)
+
+    @property
+    def row_slots(self) -> int:
+        """Row chunks that a block has in flight during dispatch."""
+        return self.dispatch_warps * self.rows_in_flight
+
+    def linear1_tiles(self, problem: Problem) -> int:
+        """Linear1 tiles of a pool block: each writes 128 intermediate columns."""
+        return problem.intermediate // SCALE_BLOCK
+
+    def linear2_tiles(self, problem: Problem) -> int:
+        """Linear2 tiles of a pool block."""
+        return problem.hidden // self.linear2_block_n
+
+    def smem_buffers(self, problem: Problem) -> dict[str, int]:
+        """Shared memory by buffer, in bytes, without the row chunks of dispatch.
+
+        TileLang starts each buffer, and dynamic behind static memory, at a multiple of 1 KiB.
+        """
+        tables = problem.num_experts + 3 * problem.num_local_experts + 2
+        sizes = {
+            "ring_a": self.stages * self.block_m * BLOCK_K,
+            "ring_b": self.stages * self.max_block_n * BLOCK_K,
+            "ring_a_sf": self.stages * self.block_m * 4,
+            "staging": STAGING_BYTES,
+            "amax": 2 * 2 * self.block_m * 4,
+            "tables": 4 * tables,
+            "barriers": 8 * (2 * self.stages + self.row_slots),
+        }
+        return {name: _smem_round(size) for name, size in sizes.items()}
+
+    def row_chunk(self, problem: Problem) -> int:
+        """Bytes of a row that one bulk copy of dispatch moves: a divisor of the row, as large as
+        shared memory allows, at most 2048. 0 when not even 128 bytes fit."""
+        free = SMEM_LIMIT_BYTES - sum(self.smem_buffers(problem).values())
+        for chunk in range(min(problem.hidden, MAX_ROW_CHUNK), 0, -SCALE_BLOCK):
+            if problem.hidden % chunk == 0 and _smem_round(chunk * self.row_slots) <= free:
+                return chunk
+        return 0
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Shared memory that a block takes, static and dynamic, in bytes."""
+        rows = _smem_round(self.row_slots * self.row_chunk(problem))
+        return sum(self.smem_buffers(problem).values()) + rows
+
+    # ---- validity
+
+    def violations(self, problem: Problem, recipe: Recipe | None = None) -> list[str]:
+        """Every rule that this schedule breaks for `problem`: the only statement of validity.
+
+        Args:
+            problem: the layer.
+            recipe: checked too when given.
+
+        Returns:
+            One sentence a rule, each beginning with the field and its value; empty if valid.
+        """
+        out = [] if recipe is None else recipe.kernel_violations()
+        out += self._field_violations()
+        if out:
+            return out
+        out += self._problem_violations(problem)
+        threads = self.threads
+        if threads > 1024:
+            out.append(f"threads={threads} exceeds 1024")
+        registers = self.role_threads * self.load_registers + 32 * MATH_WARPS * self.math_registers
+        if registers > REGISTER_FILE:
+            out.append(
+                f"load_registers={self.load_registers} and math_registers={self.math_registers} "
+                f"take {registers} registers a block, over the {REGISTER_FILE} of an SM"
+            )
+        if not self.row_chunk(problem):
+            fixed = sum(self.smem_buffers(problem).values())
+            out.append(
+                f"stages={self.stages} with block_m={self.block_m} and block_n={self.max_block_n} "
+                f"takes {fixed} bytes of shared memory and leaves no room for "
+                f"{self.row_slots} row chunks under {SMEM_LIMIT_BYTES}"
+            )
+        return out
+
+    def _field_violations(self) -> list[str]:
+        choices: dict[str, tuple[Any, ...]] = {
+            "block_m": (64, 128),
+            "linear1_block_n": (128, 256),
+            "linear2_block_n": (128, 256),
+            "order": ("wave", "lag"),
+            "load_warps": (1, 2),
+        }
+        at_least = {
+            "stages": 2,
+            "experts_per_wave": 1,
+            "lag": 0,
+            "dispatch_warps": 1,
+            "rows_in_flight": 1,
+            "num_sms": 1,
+            "prefetch": 0,
+        }
+        out = []
+        for field, allowed in choices.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                out.append(f"{field}={value!r} must be one of {allowed}")
+        for field, least in at_least.items():
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < least:
+                out.append(f"{field}={value!r} must be an integer of at least {least}")
+        for field in ("load_registers", "math_registers"):
+            value = getattr(self, field)
+            if value % 8 or not 24 <= value <= 256:
+                out.append(f"{field}={value} must be a multiple of 8 in 24..256 (setmaxnreg)")
+        if out:
+            return out
+        if self.dispatch_warps + self.load_warps > 4:
+            out.append(
+                f"dispatch_warps={self.dispatch_warps} + load_warps={self.load_warps} exceeds the "
+                "4 warps of their warpgroup"
+            )
+        if self.rows_in_flight > 32:
+            out.append(f"rows_in_flight={self.rows_in_flight} exceeds the 32 lanes of a warp")
+        for phase in ("linear1", "linear2"):
+            if self.block_m == 64 and getattr(self, f"{phase}_block_n") == 128:
+                out.append(
+                    f"{phase}_block_n=128 splits rows between two warpgroups of 64 rows each and "
+                    "needs block_m=128, found block_m=64"
+                )
+        if (self.order == "lag") != (self.lag > 0):
+            out.append(
+                f"lag={self.lag} with order={self.order!r}: lag is 0 with order 'wave' and at "
+                "least 1 with order 'lag'"
+            )
+        return out
+
+    def _problem_violations(self, problem: Problem) -> list[str]:
+        out = []
+        local = problem.num_local_experts
+        if local % self.experts_per_wave:
+            divisors = ", ".join(map(str, divisors_of(local)))
+            out.append(
+                f"experts_per_wave={self.experts_per_wave} does not divide num_local_experts="
+                f"{local} ({problem.num_experts} experts / {problem.num_ranks} ranks). Divisors: "
+                f"{divisors}. List valid schedules with: tl-megamoe list --problem {problem.name}"
+            )
+        if self.order == "lag" and self.experts_per_wave != local:
+            out.append(
+                f"experts_per_wave={self.experts_per_wave} with order='lag' must be "
+                f"num_local_experts={local}: the lag order has one wave"
+            )
+        if problem.hidden % self.linear2_block_n:
+            out.append(
+                f"linear2_block_n={self.linear2_block_n} does not divide hidden={problem.hidden}"
+            )
+        k_blocks = min(problem.hidden, problem.intermediate) // BLOCK_K
+        if self.stages > max(k_blocks, 2):
+            out.append(
+                f"stages={self.stages} exceeds the {k_blocks} K blocks of the shorter phase "
+                f"(hidden={problem.hidden}, intermediate={problem.intermediate}); 2 is always valid"
+            )
+        if self.prefetch > problem.hidden // BLOCK_K:
+            out.append(
+                f"prefetch={self.prefetch} exceeds the {problem.hidden // BLOCK_K} K blocks of "
+                f"linear1 (hidden={problem.hidden})"
+            )
+        return out
+
+    def check(self, problem: Problem, recipe: Recipe | None = None) -> None:
+        """Raise ScheduleError with every violation; do nothing for a valid schedule."""
+        found = self.violations(problem, recipe)
+        if found:
+            raise ScheduleError("; ".join(found))
+
+
+def default_schedule(problem: Problem, num_tokens: int) -> Schedule:
+    """The built-in choice for a problem that no frozen table covers.
+
+    block_m follows the mean rows an expert receives, everything else was the best of the first
+    search on an H200 for most sizes.
+
+    Args:
+        problem: the layer.
+        num_tokens: tokens a rank contributes (a bound that all ranks share).
+    """
+    rows = num_tokens * problem.num_topk * problem.num_ranks / problem.num_experts
+    wide = problem.hidden % 256 == 0
+    shortest = min(problem.hidden, problem.intermediate) // BLOCK_K
+    block_m = 64 if rows <= 64 and wide else 128
+    return Schedule(
+        block_m=block_m,
+        linear2_block_n=256 if wide else 128,
+        stages=max(2, min(4, shortest)),
+        experts_per_wave=problem.num_local_experts,
+        prefetch=min(8, problem.hidden // BLOCK_K),
+    )
