@@ -112,12 +112,14 @@ def test_needs_one_rank() -> None:
 
 def test_report(buffer: SymmBuffer) -> None:
     buffer.check_report()
-    buffer.report[:7] = torch.tensor([5, 0, 17, 96, 3, 14, 32], dtype=torch.int32)
+    buffer.report[40:47] = torch.tensor([5, 0, 17, 96, 3, 14, 32], dtype=torch.int32)
+    buffer.report[48:55] = torch.tensor([6, 0, 1, 128, 0, 9, 132], dtype=torch.int32)
     with pytest.raises(MegaMoeTimeout, match="linear2: pool block 3 waits for linear1") as caught:
         buffer.check_report()
-    for part in ("rank 0", "block 17", "thread 96", "counted 14 of 32", "2.5 s"):
+    parts = ("rank 0", "block 17", "thread 96", "counted 14 of 32", "2.5 s", "behind it: combine")
+    for part in parts:
         assert part in str(caught.value)
-    buffer.report[0] = 99
+    buffer.report[8] = 99
     with pytest.raises(MegaMoeTimeout, match="tag 99"):
         buffer.check_report()
 

@@ -16,7 +16,9 @@ from .schedule import Schedule
 if TYPE_CHECKING:
     from .kernel import CompiledKernel
 
-REPORT_LENGTH = 16
+REPORT_SLOT = 8
+"""Integers of one report; the slot of a wait starts at its tag times this."""
+REPORT_LENGTH = 64
 TIMEOUT_TAGS = {
     1: "dispatch: exchange of the counts, grid barrier",
     4: "linear1: pool block {info} waits for its tokens",
@@ -49,7 +51,7 @@ class SymmBuffer:
         expert_recv_count_sum: (local experts,) int32, rows each expert received in the last launch.
         l1_arrival_count, l2_arrival: (pool blocks,) int32, zero between launches.
         peers: (num_ranks,) int64, base address of every rank's buffer.
-        report: (16,) int32 in pinned host memory, written by a wait that timed out.
+        report: (64,) int32 in pinned host memory, a slot of 8 for each tag of a timed-out wait.
         schedules: schedule chosen for a token count, kept by op.py.
         kernels: kernels loaded for this buffer, kept by op.py.
 
@@ -188,14 +190,19 @@ class SymmBuffer:
 
         Call it after the launch has ended, also when the end was a CUDA error.
         """
-        tag, rank, block, thread, info, have, want = self.report[:7].tolist()
-        if tag == 0:
+        slots = self.report.view(-1, REPORT_SLOT).tolist()
+        stuck = [slot for slot in slots if slot[0]]
+        if not stuck:
             return
+        # Phases in order of their tags: the earliest is the cause, the others wait for it.
+        tag, rank, block, thread, info, have, want = stuck[0][:7]
         what = TIMEOUT_TAGS.get(tag, f"unknown wait, tag {tag}").format(info=info)
+        others = ", ".join(TIMEOUT_TAGS.get(s[0], str(s[0])).split(":")[0] for s in stuck[1:])
         raise MegaMoeTimeout(
             f"{what}: rank {rank}, block {block}, thread {thread} counted {have} of {want} in "
-            f"{self.timeout_s:g} s. Every block of the grid must be resident at once: is another "
-            "stream or process holding SMs, or did a rank not launch? The CUDA context is lost."
+            f"{self.timeout_s:g} s{f' (stuck behind it: {others})' if others else ''}. Every block "
+            "of the grid must be resident at once: is another stream or process holding SMs, or "
+            "did a rank not launch? The CUDA context is lost."
         )
 
     def describe(self) -> str:

@@ -1,0 +1,140 @@
+"""What a kernel knows at compile time, and the names its parameters go by inside the macros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..layout import Layout, make_layout
+from ..problem import SCALE_BLOCK, Problem
+from ..recipe import Recipe
+from ..schedule import Schedule
+
+FP8 = "float8_e4m3fn"
+ITEM_BYTES_BF16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Compile-time facts of one program. Hashable, so that macros may close over it.
+
+    Attributes:
+        phase: `fused`, or the one phase that a stand-alone program runs.
+        clamp: whether gate and up are clamped before SwiGLU (the bound is a kernel argument).
+        fast_math: approximate reciprocal and exponential in the SwiGLU epilogue.
+    """
+
+    phase: str
+    problem: Problem
+    schedule: Schedule
+    recipe: Recipe
+    layout: Layout
+    clamp: bool
+    fast_math: bool
+
+    @classmethod
+    def make(
+        cls,
+        phase: str,
+        problem: Problem,
+        schedule: Schedule,
+        recipe: Recipe,
+        capacity: int,
+        clamp: bool,
+        fast_math: bool,
+    ) -> Plan:
+        layout = make_layout(problem, capacity)
+        return cls(phase, problem, schedule, recipe, layout, clamp, fast_math)
+
+    def runs(self, phase: str) -> bool:
+        """Whether this program runs `phase`."""
+        return self.phase in ("fused", phase)
+
+    @property
+    def fused(self) -> bool:
+        return self.phase == "fused"
+
+    @property
+    def groups1(self) -> int:
+        """K blocks of linear1, also the scale groups of a token."""
+        return self.problem.hidden // SCALE_BLOCK
+
+    @property
+    def groups2(self) -> int:
+        """K blocks of linear2, also the tiles of linear1 in a pool block."""
+        return self.problem.intermediate // SCALE_BLOCK
+
+    @property
+    def walk_tiles1(self) -> int:
+        """Linear1 tiles that the walk deals out for a pool block."""
+        return self.schedule.linear1_tiles(self.problem) if self.runs("linear1") else 0
+
+    @property
+    def walk_tiles2(self) -> int:
+        return self.schedule.linear2_tiles(self.problem) if self.runs("linear2") else 0
+
+    @property
+    def route_steps(self) -> int:
+        """Routes that one thread of the grid looks at, at capacity."""
+        routes = self.layout.capacity * self.problem.num_topk
+        return -(-routes // (self.schedule.num_sms * self.schedule.threads))
+
+    @property
+    def row_chunk(self) -> int:
+        return self.schedule.row_chunk(self.problem)
+
+    @property
+    def chunks_per_row(self) -> int:
+        return self.problem.hidden // self.row_chunk
+
+    @property
+    def l1_arrival_target(self) -> int:
+        """What `l1_arrival_count` of a pool block reaches: a count for each chunk of its rows."""
+        return self.schedule.block_m * self.chunks_per_row
+
+    @property
+    def l2_arrival_target(self) -> int:
+        """What `l2_arrival` of a pool block reaches: each warpgroup reports each linear1 tile."""
+        return 2 * self.schedule.linear1_tiles(self.problem)
+
+    def offset(self, section: str) -> int:
+        """Bytes from a buffer's base address to a section."""
+        return self.layout.sections[section].offset
+
+    def counter(self, name: str) -> int:
+        """Index of a counter in the workspace, in int32 elements."""
+        return self.layout.workspace_offsets[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """The kernel's parameters, bundled for the macros. Tensors unless noted.
+
+    `order_step` is `experts_per_wave` with the wave order, `lag` with the lag order. `y_address`
+    and `report_address` are plain addresses: y's rows change from call to call, the report is
+    pinned host memory.
+    """
+
+    topk_idx: Any
+    peers: Any
+    workspace: Any
+    l1_acts: Any
+    l1_acts_sf: Any
+    l1_topk_weights: Any
+    metadata: Any
+    l2_acts: Any
+    l2_acts_sf: Any
+    w1: Any
+    w1_sf: Any
+    w2: Any
+    w2_sf: Any
+    recv_stats: Any
+    y_address: Any  # int64
+    report_address: Any  # int64
+    timeout_ms: Any  # int32
+    rank: Any  # int32
+    num_tokens: Any  # int32
+    lag_order: Any  # int32, 1 with the lag order
+    order_step: Any  # int32
+    prefetch: Any  # int32
+    clamp: Any  # float32

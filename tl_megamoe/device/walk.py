@@ -1,0 +1,166 @@
+"""The tile order: which task comes at a position of the walk. One rule, three readers.
+
+A task is one tile of linear1 or linear2: a pool block and a column block. Block `b` of the grid runs
+the tasks b, b + num_sms, b + 2 num_sms, ... in this order, every role of it the same. Both orders put
+a linear2 tile behind all linear1 tiles of its pool block, so that a wait for them cannot deadlock
+while all blocks are resident.
+
+wave: experts in groups of `experts_per_wave`; all linear1 tiles of a group, then all its linear2 tiles.
+lag:  the linear2 tiles of a pool block follow the linear1 tiles of the block `lag` further on.
+
+In both, all column blocks of a pool block are neighbours: its activations stay in L2 (m fastest costs
+1.3 to 1.6 times as much, H200).
+
+The device reads WALK_CUDA, the tests compile the same text for the host, and `task_at` is its Python
+twin for explorer and tests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+LINEAR1_BIT = 1 << 30
+MAX_TILES = 256
+"""Column blocks a task can name (8 bits)."""
+
+WALK_CUDA = r"""
+// The expert that owns pool block m: the last one whose first block is not behind m. An expert without rows
+// has its successor's first block and is skipped.
+TLMM_DEV int tlmm_expert_of(const int* first_block, int num_experts, int m) {
+  int lo = 0, hi = num_experts - 1;
+  while (lo < hi) { int mid = (lo + hi + 1) >> 1; if (first_block[mid] <= m) lo = mid; else hi = mid - 1; }
+  return lo; }
+TLMM_DEV int tlmm_linear1_task(int first, int r, int n1) { return (1 << 30) | ((first + r / n1) << 8) | (r % n1); }
+TLMM_DEV int tlmm_linear2_task(int first, int r, int n2) { return ((first + r / n2) << 8) | (r % n2); }
+TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int lag_order, int step, int n1, int n2) {
+  int blocks = first_block[num_experts];
+  if (index >= blocks * (n1 + n2)) return -1;
+  if (n1 == 0) return tlmm_linear2_task(0, index, n2 == 0 ? 1 : n2);
+  if (n2 == 0) return tlmm_linear1_task(0, index, n1);
+  if (lag_order) {
+    int lag = step < blocks ? step : blocks;
+    if (index < lag * n1) return tlmm_linear1_task(0, index, n1);
+    index -= lag * n1;
+    int steady = (blocks - lag) * (n1 + n2);
+    if (index >= steady) return tlmm_linear2_task(blocks - lag, index - steady, n2);
+    int j = index / (n1 + n2), r = index % (n1 + n2);
+    return r < n1 ? tlmm_linear1_task(lag + j, r, n1) : tlmm_linear2_task(j, r - n1, n2);
+  }
+  int lo = 0, hi = num_experts / step - 1;
+  while (lo < hi) {
+    int mid = (lo + hi + 1) >> 1;
+    if (first_block[mid * step] * (n1 + n2) <= index) lo = mid; else hi = mid - 1; }
+  int first = first_block[lo * step], r = index - first * (n1 + n2);
+  int linear1 = (first_block[(lo + 1) * step] - first) * n1;
+  return r < linear1 ? tlmm_linear1_task(first, r, n1) : tlmm_linear2_task(first, r - linear1, n2); }
+"""
+
+
+class Task(NamedTuple):
+    """One tile: `phase` is 1 or 2, `block` the pool block, `tile` the column block."""
+
+    phase: int
+    block: int
+    tile: int
+
+
+def first_blocks(counts: Sequence[int], block_m: int) -> list[int]:
+    """First pool block of every expert, and the number of blocks at the end.
+
+    Args:
+        counts: rows received by each local expert.
+        block_m: rows of a pool block.
+    """
+    out = [0]
+    for count in counts:
+        out.append(out[-1] + -(-count // block_m))
+    return out
+
+
+def expert_of(first_block: Sequence[int], block: int) -> int:
+    """The expert that owns a pool block."""
+    return bisect_right(first_block, block, 0, len(first_block) - 1) - 1
+
+
+def task_at(
+    index: int, first_block: Sequence[int], lag_order: bool, step: int, n1: int, n2: int
+) -> Task | None:
+    """The task at a position of the walk, or None past its end: the twin of `tlmm_task`.
+
+    Args:
+        index: position, from 0.
+        first_block: from `first_blocks`.
+        lag_order: lag order, else wave order.
+        step: the lag in pool blocks, or experts per wave.
+        n1: linear1 tiles of a pool block; 0 walks linear2 alone.
+        n2: linear2 tiles of a pool block; 0 walks linear1 alone.
+    """
+    blocks = first_block[-1]
+    both = n1 + n2
+    if index >= blocks * both:
+        return None
+    if n1 == 0 or n2 == 0:
+        return Task(2 if n1 == 0 else 1, index // both, index % both)
+    if lag_order:
+        lag = min(step, blocks)
+        if index < lag * n1:
+            return Task(1, index // n1, index % n1)
+        index -= lag * n1
+        steady = (blocks - lag) * both
+        if index >= steady:
+            index -= steady
+            return Task(2, blocks - lag + index // n2, index % n2)
+        block, r = divmod(index, both)
+        return Task(1, lag + block, r) if r < n1 else Task(2, block, r - n1)
+    starts = [first_block[e] * both for e in range(0, len(first_block) - 1, step)]
+    wave = bisect_right(starts, index) - 1
+    first = first_block[wave * step]
+    r = index - first * both
+    linear1 = (first_block[(wave + 1) * step] - first) * n1
+    if r < linear1:
+        return Task(1, first + r // n1, r % n1)
+    r -= linear1
+    return Task(2, first + r // n2, r % n2)
+
+
+def walk(
+    first_block: Sequence[int], lag_order: bool, step: int, n1: int, n2: int
+) -> Iterator[Task]:
+    """All tasks in order."""
+    index = 0
+    while (task := task_at(index, first_block, lag_order, step, n1, n2)) is not None:
+        yield task
+        index += 1
+
+
+def task_expression(plan: Any, p: Any, shared: Any, index: Any) -> Any:
+    """The task at a traced position, as a 32-bit code: negative past the end, else
+    `LINEAR1_BIT | block << 8 | tile` (`tlmm_task`)."""
+    import tilelang.language as T
+
+    return T.call_extern(
+        "int32",
+        "tlmm_task",
+        index,
+        T.address_of(shared.first_block[0]),
+        plan.problem.num_local_experts,
+        p.lag_order,
+        p.order_step,
+        plan.walk_tiles1,
+        plan.walk_tiles2,
+    )
+
+
+def expert_expression(plan: Any, shared: Any, block: Any) -> Any:
+    """The expert of a traced pool block (`tlmm_expert_of`)."""
+    import tilelang.language as T
+
+    return T.call_extern(
+        "int32",
+        "tlmm_expert_of",
+        T.address_of(shared.first_block[0]),
+        plan.problem.num_local_experts,
+        block,
+    )

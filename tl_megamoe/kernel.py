@@ -1,0 +1,257 @@
+"""Compile, inspect and launch a program. Compiling needs no GPU: the target is always sm_90a."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .layout import make_layout
+from .problem import Problem
+from .recipe import Recipe
+from .schedule import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from .buffer import SymmBuffer
+    from .weights import MoEWeights
+
+PHASES = ("fused", "dispatch", "linear1", "linear2", "combine")
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+SERIALISED_WGMMA = ("C7510", "C7514", "C7517")
+"""ptxas warnings that say it put a wait behind every WGMMA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """What one compiled kernel depends on.
+
+    Attributes:
+        phase: `fused` or one of `dispatch`, `linear1`, `linear2`, `combine`.
+        schedule: its runtime fields do not matter here (`Schedule.kernel_key`).
+        capacity: tokens of the buffers that the kernel will run on.
+        clamp: whether gate and up are clamped; the bound is a launch argument.
+        fast_math: approximate reciprocal and exponential in the epilogue.
+
+    Raises:
+        ValueError: unknown phase.
+        ScheduleError: the schedule is not valid for the problem and recipe.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    capacity: int
+    phase: str = "fused"
+    recipe: Recipe = Recipe()
+    clamp: bool = False
+    fast_math: bool = True
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise ValueError(f"phase={self.phase!r} must be one of {', '.join(PHASES)}")
+        if self.problem.num_ranks != 1:
+            raise ValueError(
+                f"num_ranks={self.problem.num_ranks} of problem {self.problem.name!r}: kernels run "
+                "one rank. Pass problem.one_rank(), the view of one of its ranks."
+            )
+        self.schedule.check(self.problem, self.recipe)
+
+    def key(self) -> KernelSpec:
+        """The spec with the schedule's runtime fields reset: equal keys share one kernel."""
+        schedule = self.schedule.kernel_key()
+        # The reset values need not be valid for every problem; only compile fields are read.
+        key = object.__new__(KernelSpec)
+        for name in ("problem", "capacity", "phase", "recipe", "clamp", "fast_math"):
+            object.__setattr__(key, name, getattr(self, name))
+        object.__setattr__(key, "schedule", schedule)
+        object.__setattr__(
+            key, "problem", replace(self.problem, name="kernel", from_num_ranks=None)
+        )
+        return key
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """What ptxas says of a kernel.
+
+    Attributes:
+        registers: a thread, at launch (roles redistribute them with setmaxnreg).
+        spill_bytes: spill stores plus loads, in bytes.
+        smem_bytes: dynamic and static shared memory, in bytes.
+        num_wgmma: WGMMA instructions in the program text.
+        warnings: ptxas codes found, for example C7510.
+        source_hash: sha256 of the generated CUDA text, 16 digits.
+    """
+
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    num_wgmma: int
+    warnings: tuple[str, ...]
+    source_hash: str
+
+    @property
+    def serialised(self) -> bool:
+        """Whether ptxas serialised WGMMA."""
+        return any(code in SERIALISED_WGMMA for code in self.warnings)
+
+
+class CompiledKernel:
+    """A loaded kernel and how to call it."""
+
+    def __init__(self, spec: KernelSpec, kernel: Any):
+        self.spec = spec
+        self.kernel = kernel
+        self._layout = make_layout(spec.problem, spec.capacity)
+
+    def source(self) -> str:
+        """The generated CUDA text."""
+        return str(self.kernel.get_kernel_source())
+
+    def launch(
+        self,
+        buffer: SymmBuffer,
+        weights: MoEWeights,
+        y: torch.Tensor,
+        num_tokens: int,
+        schedule: Schedule,
+        *,
+        recv_stats: torch.Tensor | None = None,
+        activation_clamp: float | None = None,
+    ) -> None:
+        """Launch on torch's current stream; returns at once.
+
+        The caller has checked the arguments (`op.fp8_mega_moe` does): nothing is checked here but
+        what TVM-FFI checks, shapes and dtypes of tensors.
+
+        Args:
+            buffer: its capacity is the spec's.
+            weights: from `weights.transform_weights`.
+            y: (num_tokens, hidden) bfloat16, contiguous.
+            num_tokens: rows of the buffer's inputs that hold tokens.
+            schedule: gives the runtime fields: order, experts_per_wave or lag, prefetch.
+            recv_stats: (num_local_experts,) int32, to which the rows each expert received are
+                added; the buffer's own when None.
+            activation_clamp: the bound, iff the spec says `clamp`.
+        """
+        lag_order = schedule.order == "lag"
+        self.kernel(
+            buffer.topk_idx,
+            buffer.peers,
+            buffer.workspace,
+            buffer.l1_acts,
+            buffer.l1_acts_sf,
+            buffer.l1_topk_weights,
+            buffer.token_src_metadata,
+            buffer.l2_acts,
+            buffer.l2_acts_sf,
+            weights.l1[0],
+            weights.l1[1],
+            weights.l2[0],
+            weights.l2[1],
+            buffer.recv_stats if recv_stats is None else recv_stats,
+            y.data_ptr(),
+            buffer.report.data_ptr(),
+            buffer.timeout_ms,
+            buffer.rank,
+            num_tokens,
+            int(lag_order),
+            schedule.lag if lag_order else schedule.experts_per_wave,
+            schedule.prefetch,
+            0.0 if activation_clamp is None else activation_clamp,
+        )
+
+
+def _program(spec: KernelSpec) -> Any:
+    from .device.plan import Plan
+    from .program import build_program
+
+    key = spec.key()
+    plan = Plan.make(
+        key.phase,
+        key.problem,
+        key.schedule,
+        key.recipe,
+        key.capacity,
+        key.clamp,
+        key.fast_math,
+    )
+    return build_program(plan)
+
+
+@lru_cache(maxsize=512)
+def _compile(key: KernelSpec) -> Any:
+    import tilelang
+
+    from .program import PASS_CONFIGS
+
+    configs = {**PASS_CONFIGS, "tl.enable_fast_math": key.fast_math}
+    return tilelang.compile(_program(key), target=TARGET, pass_configs=configs)
+
+
+def compile_kernel(spec: KernelSpec) -> CompiledKernel:
+    """Compile a kernel, or load it from this process or tilelang's disk cache.
+
+    Raises:
+        RuntimeError: nvcc failed; the message holds its output.
+    """
+    return CompiledKernel(spec, _compile(spec.key()))
+
+
+def inspect_kernel(spec: KernelSpec) -> KernelReport:
+    """Compile a kernel once more with ptxas' report on, and read it. Takes as long as compiling."""
+    from tilelang.contrib.nvcc import default_compile_options, get_nvcc_compiler
+
+    kernel = compile_kernel(spec)
+    source = kernel.source()
+    with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
+        text = Path(folder) / "kernel.cu"
+        text.write_text(source, encoding="utf-8")
+        command = [
+            get_nvcc_compiler(),
+            "-cubin",
+            "-O3",
+            "-Xptxas=-v",
+            "-w",
+            "-gencode",
+            "arch=compute_90a,code=sm_90a",
+            *(["--use_fast_math"] if spec.fast_math else []),
+            *default_compile_options(),
+            "-o",
+            str(text.with_suffix(".cubin")),
+            str(text),
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = run.stdout + run.stderr
+    if run.returncode:
+        raise RuntimeError(f"nvcc failed with exit code {run.returncode}: {output[-2000:]}")
+    return parse_report(output, source, str(kernel.kernel.get_host_source()))
+
+
+def parse_report(output: str, source: str, host_source: str) -> KernelReport:
+    """Read ptxas' verbose output and the generated texts of a program's one kernel.
+
+    The dynamic shared memory is the last constant of the launch, behind grid and block; the larger
+    ones before it are sizes of TMA descriptors.
+    """
+
+    def largest(pattern: str) -> int:
+        return max((int(n) for n in re.findall(pattern, output)), default=0)
+
+    launch = re.findall(r"v_int64\) = \(\(int64_t\)(\d+)\)", host_source)
+    dynamic = int(launch[-1]) if launch else 0
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", output)]
+    return KernelReport(
+        registers=largest(r"Used (\d+) registers"),
+        spill_bytes=sum(spills),
+        smem_bytes=dynamic + largest(r"(\d+) bytes smem"),
+        num_wgmma=len(re.findall(r"wgmma_ss<", source)),
+        warnings=tuple(sorted(set(re.findall(r"\bC7\d{3}\b", output)))),
+        source_hash=hashlib.sha256(source.encode()).hexdigest()[:16],
+    )

@@ -1,0 +1,272 @@
+"""Dispatch: every rank pulls the rows routed to its experts into an expert-sorted pool.
+
+role       warps             work
+all        all 384 threads   route: count routes per expert, reserve places, list them for their rank
+dispatch   warp 0            exchange counts (grid barrier), prefix sums
+dispatch   dispatch_warps    pull rows, scales, weights; write the pool; report chunks
+
+barrier                    arrivals                     meaning
+BLOCK                      384                          steps of the routing; counts known to all roles
+dispatch_sync              one a block                  every route is listed and counted (gpu scope)
+row_bars[slot]             1 + chunk bytes              a row chunk is in shared memory
+l1_arrival_count[block]    block_m x chunks_per_row     all rows of a pool block are written (gpu scope)
+
+The order of rows inside an expert depends on which block reserved its places first; every row is
+computed alone, so no result depends on it.
+"""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from ..device import barriers
+from ..device.plan import Params, Plan
+from ..device.remote import peer_tensor, pull, put
+from ..device.ring import Shared
+from ..schedule import BLOCK_K, COUNTER_BITS
+
+DISPATCH_CUDA = r"""
+// One warp: received counts (source rank x local expert) -> shared copy, rows by expert, first pool block and
+// first row of every expert, with the totals at the end.
+TLMM_DEV void tlmm_scan_counts(const int* received, int* counts, int ranks, int experts, int block_m, int* total,
+                               int* first_block, int* first_row) {
+  int lane = (int)(threadIdx.x & 31), blocks = 0, rows = 0;
+  for (int b = 0; b < experts; b += 32) {
+    int x = b + lane, v = 0;
+    if (x < experts)
+      for (int r = 0; r < ranks; r++) { int q = tlmm_load(received + r * experts + x); counts[r * experts + x] = q; v += q; }
+    int nb = (v + block_m - 1) / block_m, sb = nb, sr = v;
+    #pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      int t = __shfl_up_sync(0xffffffffu, sb, d), u = __shfl_up_sync(0xffffffffu, sr, d);
+      if (lane >= d) { sb += t; sr += u; } }
+    if (x < experts) { total[x] = v; first_block[x] = blocks + sb - nb; first_row[x] = rows + sr - v; }
+    blocks += __shfl_sync(0xffffffffu, sb, 31); rows += __shfl_sync(0xffffffffu, sr, 31); }
+  if (lane == 0) { first_block[experts] = blocks; first_row[experts] = rows; } }
+"""
+
+
+@T.macro
+def warm_l2(plan: Plan, p: Params, grid_block):
+    """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
+
+    The guess is exact when every expert receives the same number of rows; a wrong one costs
+    bandwidth only.
+    """
+    problem, s = plan.problem, plan.schedule
+    tiles = s.linear1_tiles(problem)
+    blocks_each = T.max(
+        1,
+        (p.num_tokens * problem.num_topk + problem.num_local_experts * s.block_m - 1)
+        // (problem.num_local_experts * s.block_m),
+    )
+    expert = T.min(grid_block // tiles // blocks_each, problem.num_local_experts - 1)
+    tile = grid_block % tiles
+    block_bytes = BLOCK_K * BLOCK_K
+    for b in (0, 1):
+        T.call_extern(
+            "handle",
+            "tlmm_prefetch",
+            T.address_of(p.w1[0, 0, 0, 0, 0]),
+            T.Cast("int64", (expert * tiles + tile) * 2 + b) * (plan.groups1 * block_bytes),
+            32,
+            p.prefetch * (block_bytes // 32),
+        )
+    for row in (tile, plan.groups2 + tile):
+        T.call_extern(
+            "handle",
+            "tlmm_touch",
+            T.address_of(p.w1_sf[0, 0, 0]),
+            T.Cast("int64", expert * 2 * plan.groups2 + row) * (plan.groups1 * 4),
+            plan.groups1 * 4,
+        )
+    T.call_extern(
+        "handle", "tlmm_touch", T.address_of(p.peers[0]), T.int64(0), 8 * problem.num_ranks
+    )
+
+
+@T.macro
+def route(plan: Plan, p: Params, shared: Shared, grid_block):
+    """List every route of this rank at its expert's rank, and count it. All threads."""
+    problem, s = plan.problem, plan.schedule
+    steps = plan.route_steps
+    tx = T.get_thread_binding()
+    expert = T.alloc_local((steps,), "int32")
+    place = T.alloc_local((steps,), "int32")
+    i = T.alloc_var("int32")
+    count = T.alloc_var("int32")
+    i = tx
+    while i < problem.num_experts:
+        shared.tables[shared.counts.at(i)] = 0
+        i += s.threads
+    barriers.sync(barriers.BLOCK, s.threads)
+    for step in T.unroll(steps):
+        expert[step] = -1
+        place[step] = 0
+        i = (step * s.num_sms + grid_block) * s.threads + tx
+        if i < p.num_tokens * problem.num_topk:
+            expert[step] = T.Cast("int32", p.topk_idx[i // problem.num_topk, i % problem.num_topk])
+    for step in T.unroll(steps):
+        if (expert[step] >= 0) & (expert[step] < problem.num_experts):
+            place[step] = T.atomic_add(shared.counts[expert[step]], 1, return_prev=True)
+    barriers.sync(barriers.BLOCK, s.threads)
+    i = tx
+    while i < problem.num_experts:
+        count = shared.counts[i]
+        if count > 0:
+            shared.tables[shared.counts.at(i)] = barriers.fetch_add(
+                p.workspace, plan.counter("expert_send_count") + i, count
+            )
+        i += s.threads
+    barriers.sync(barriers.BLOCK, s.threads)
+    for step in T.unroll(steps):
+        if (expert[step] >= 0) & (expert[step] < problem.num_experts):
+            routes = peer_tensor(
+                plan,
+                p.peers,
+                expert[step] // problem.num_local_experts,
+                "src_routes",
+                plan.layout.sections["src_routes"].shape,
+            )
+            routes[
+                expert[step] % problem.num_local_experts,
+                p.rank,
+                shared.counts[expert[step]] + place[step],
+            ] = (step * s.num_sms + grid_block) * s.threads + tx
+    barriers.sync(barriers.BLOCK, s.threads)
+
+
+@T.macro
+def learn_counts(plan: Plan, p: Params, shared: Shared, grid_block):
+    """Received counts and their prefix sums, in shared memory. Role: dispatch, warp 0."""
+    problem = plan.problem
+    tx = T.get_thread_binding()
+    i = T.alloc_var("int32")
+    if plan.runs("dispatch"):
+        if tx == 0:
+            barriers.grid_sync(plan, p, "dispatch_sync", barriers.TAG_DISPATCH_SYNC)
+        T.sync_warp()
+    source = "expert_recv_count" if plan.runs("dispatch") else "expert_recv_count_sum"
+    T.call_extern(
+        "handle",
+        "tlmm_scan_counts",
+        T.address_of(p.workspace[plan.counter(source)]),
+        T.address_of(shared.counts[0]),
+        problem.num_ranks if plan.runs("dispatch") else 1,
+        problem.num_local_experts,
+        plan.schedule.block_m,
+        T.address_of(shared.total[0]),
+        T.address_of(shared.first_block[0]),
+        T.address_of(shared.first_row[0]),
+    )
+    T.sync_warp()
+    if plan.runs("dispatch"):
+        i = tx
+        while i < T.if_then_else(grid_block == 0, problem.num_local_experts, 0):
+            p.workspace[plan.counter("expert_recv_count_sum") + i] = shared.total[i]
+            p.recv_stats[i] = p.recv_stats[i] + shared.total[i]
+            i += 32
+
+
+@T.macro
+def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
+    """Bring this block's share of the received rows into the pool. Role: dispatch, every warp.
+
+    Lanes 0..rows_in_flight-1 own one chunk slot each; chunks go round the grid in pool order, so that
+    the experts the walk starts with are complete first. The last row of an expert also reports for
+    the padding rows of its block.
+    """
+    problem, s, layout = plan.problem, plan.schedule, plan.layout
+    chunk_bytes, chunks = plan.row_chunk, plan.chunks_per_row
+    local, ranks, topk = problem.num_local_experts, problem.num_ranks, problem.num_topk
+    tx = T.get_thread_binding()
+    lane = tx % 32
+    warp = tx // 32
+    slot = warp * s.rows_in_flight + lane
+    parity = T.alloc_var("int32", init=0)
+    expert = T.alloc_var("int32", init=0)
+    first = T.alloc_var("int32")
+    end = T.alloc_var("int32")
+    item = T.alloc_var("int32")
+    within = T.alloc_var("int32")
+    chunk = T.alloc_var("int32")
+    pool_row = T.alloc_var("int32")
+    arrivals = T.alloc_var("int32")
+    rank = T.alloc_var("int32")
+    source = T.alloc_var("int32")
+    routes = peer_tensor(plan, p.peers, p.rank, "src_routes", layout.sections["src_routes"].shape)
+    end = shared.first_row[local] * chunks
+    first = grid_block * s.row_slots + warp * s.rows_in_flight
+    while first < end:
+        pool_row = -1
+        source = 0
+        rank = 0
+        arrivals = 0
+        chunk = 0
+        if (lane < s.rows_in_flight) & (first + lane < end):
+            item = (first + lane) // chunks
+            chunk = (first + lane) % chunks
+            while shared.first_row[expert + 1] <= item:
+                expert += 1
+            within = item - shared.first_row[expert]
+            pool_row = shared.first_block[expert] * s.block_m + within
+            arrivals = T.if_then_else(
+                within + 1 == shared.total[expert], s.block_m - within % s.block_m, 1
+            )
+            # Start at the own rank and go round: ranks do not all pull from the same peer.
+            rank = p.rank
+            while within >= shared.counts[rank * local + expert]:
+                within -= shared.counts[rank * local + expert]
+                rank = T.if_then_else(rank + 1 == ranks, 0, rank + 1)
+            source = barriers.load(routes, expert, rank, within)
+            pull(
+                shared.rows[slot, 0],
+                p.peers[rank]
+                + plan.offset("x")
+                + T.Cast("int64", source // topk) * problem.hidden
+                + chunk * chunk_bytes,
+                shared.row_bars[slot],
+                chunk_bytes,
+            )
+            if chunk == 0:
+                weights = peer_tensor(
+                    plan, p.peers, rank, "topk_weights", (layout.capacity * topk,)
+                )
+                p.l1_topk_weights[pool_row] = weights[source]
+                p.metadata[pool_row] = (
+                    rank * (1 << COUNTER_BITS) + source % topk * layout.capacity + source // topk
+                )
+        T.sync_warp()
+        # Row scales, a whole warp a row: groups1 floats, transposed into the pool.
+        for owner in T.unroll(s.rows_in_flight):
+            row = T.alloc_var("int32")
+            route = T.alloc_var("int32")
+            peer = T.alloc_var("int32")
+            row = T.shfl_sync(T.if_then_else(chunk == 0, pool_row, -1), owner)
+            route = T.shfl_sync(source, owner)
+            peer = T.shfl_sync(rank, owner)
+            if row >= 0:
+                scales = peer_tensor(plan, p.peers, peer, "x_sf", (layout.capacity, plan.groups1))
+                for step in T.unroll((plan.groups1 + 31) // 32):
+                    if step * 32 + lane < plan.groups1:
+                        p.l1_acts_sf[step * 32 + lane, row] = scales[
+                            route // topk, step * 32 + lane
+                        ]
+        # Pairs with linear1's load: our plain stores of the scales, its TMA. sync_warp gathers the
+        # lanes' stores behind the release of the lane that reports the row.
+        barriers.fence_async()
+        T.sync_warp()
+        if pool_row >= 0:
+            T.mbarrier_wait_parity(shared.row_bars[slot], parity)
+            parity = parity ^ 1
+            put(
+                p.l1_acts,
+                T.Cast("int64", pool_row) * problem.hidden + chunk * chunk_bytes,
+                shared.rows[slot, 0],
+                chunk_bytes,
+            )
+            barriers.add_release(
+                p.workspace, plan.counter("l1_arrival_count") + pool_row // s.block_m, arrivals
+            )
+        T.sync_warp()
+        first += s.num_sms * s.row_slots

@@ -1,0 +1,210 @@
+"""The programs: one persistent kernel that runs all phases, and one kernel a phase.
+
+Both come from one builder over the same macros: a stand-alone phase is the fused program without
+the other phases' work and the waits for them, so that it is tested, profiled and searched alone.
+
+threads            role                 registers
+0 .. 32 D          dispatch             load_registers (one warpgroup with load)
+.. 32 (D + L)      load                 load_registers
+.. 128             idle warps, if any
+128 .. 256         math warpgroup 0     math_registers
+256 .. 384         math warpgroup 1     math_registers
+"""
+
+import tilelang.language as T
+
+from .device import barriers, walk
+from .device.barriers import BARRIERS_CUDA
+from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
+from .device.plan import FP8, Params, Plan
+from .device.remote import REMOTE_CUDA
+from .device.ring import Cursor, Shared
+from .device.walk import LINEAR1_BIT, WALK_CUDA
+from .phases import combine, dispatch, linear1, linear2
+from .phases.dispatch import DISPATCH_CUDA
+
+DEVICE_CUDA = BARRIERS_CUDA + REMOTE_CUDA + WALK_CUDA + MATMUL_CUDA + DISPATCH_CUDA
+
+PASS_CONFIGS = {
+    # Else address_of() arguments are wrapped in bound checks and code generation fails.
+    "tl.disable_safe_memory_legalize": True,
+    # Else buffers of different roles share memory: their lifetimes look disjoint.
+    "tl.disable_shared_memory_reuse": True,
+    # All barriers are placed by hand: an inserted one inside a role's branch would hang.
+    "tl.disable_thread_storage_sync": True,
+}
+
+
+@T.macro
+def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
+    """Walk the tiles and fill the ring; `what` = (rows too, weights too). Role: load, one warp."""
+    cursor = Cursor(plan.schedule.stages, 1)
+    index = T.alloc_var("int32")
+    task = T.alloc_var("int32")
+    block = T.alloc_var("int32")
+    tile = T.alloc_var("int32")
+    expert = T.alloc_var("int32")
+    index = grid_block
+    task = walk.task_expression(plan, p, shared, index)
+    # Nested whiles, not an if: a lowered `if` repeats its condition for each statement inside.
+    while task >= 0:
+        if plan.runs("linear1"):
+            while task >= LINEAR1_BIT:
+                block = (task >> 8) & 4194303
+                tile = task & 255
+                expert = walk.expert_expression(plan, shared, block)
+                linear1.load(plan, p, shared.ring, cursor, what, block, tile, expert)
+                index += plan.schedule.num_sms
+                task = walk.task_expression(plan, p, shared, index)
+        if plan.runs("linear2"):
+            while (task >> 30) == 0:
+                block = (task >> 8) & 4194303
+                tile = task & 255
+                expert = walk.expert_expression(plan, shared, block)
+                linear2.load(plan, p, shared.ring, cursor, what, block, tile, expert)
+                index += plan.schedule.num_sms
+                task = walk.task_expression(plan, p, shared, index)
+
+
+@T.macro
+def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
+    """Walk the tiles and compute them, then combine. Role: math warpgroup `wg`."""
+    barriers.sync(barriers.BLOCK, plan.schedule.threads)
+    if plan.runs("linear1") or plan.runs("linear2"):
+        acc = Accumulators(MAX_UNITS)
+        cursor = Cursor(plan.schedule.stages, 0)
+        index = T.alloc_var("int32")
+        task = T.alloc_var("int32")
+        block = T.alloc_var("int32")
+        tile = T.alloc_var("int32")
+        expert = T.alloc_var("int32")
+        turn = T.alloc_var("int32", init=0)
+        index = grid_block
+        task = walk.task_expression(plan, p, shared, index)
+        while task >= 0:
+            if plan.runs("linear1"):
+                while task >= LINEAR1_BIT:
+                    block = (task >> 8) & 4194303
+                    tile = task & 255
+                    expert = walk.expert_expression(plan, shared, block)
+                    linear1.multiply(plan, p, shared, cursor, acc, wg, (block, tile, expert))
+                    linear1.finish(plan, p, shared, acc, wg, (block, tile, expert), turn)
+                    index += plan.schedule.num_sms
+                    task = walk.task_expression(plan, p, shared, index)
+            if plan.runs("linear2"):
+                while (task >> 30) == 0:
+                    block = (task >> 8) & 4194303
+                    tile = task & 255
+                    expert = walk.expert_expression(plan, shared, block)
+                    linear2.multiply_and_scatter(
+                        plan, p, shared, cursor, acc, wg, (block, tile, expert)
+                    )
+                    index += plan.schedule.num_sms
+                    task = walk.task_expression(plan, p, shared, index)
+    if plan.phase == "dispatch":
+        # Nobody else waits for the rows here; counters are reset when all are pulled.
+        barriers.sync(barriers.BLOCK, plan.schedule.threads)
+    combine.wait_for_rows(plan, p)
+    if plan.runs("combine"):
+        combine.combine(plan, p, grid_block, wg)
+    combine.reset_counters(plan, p, grid_block)
+
+
+def build_program(plan: Plan):
+    """The TileLang program of a plan: a `T.prim_func` with the parameters of `Params`."""
+    problem, s, layout = plan.problem, plan.schedule, plan.layout
+    shape = {name: section.shape for name, section in layout.sections.items()}
+    local, groups1, groups2 = problem.num_local_experts, plan.groups1, plan.groups2
+    w1_shape = (local, 2 * groups2, groups1, 128, 128)
+    w2_shape = (local, groups1, groups2, 128, 128)
+
+    @T.prim_func
+    def mega_moe(
+        topk_idx: T.Tensor(shape["topk_idx"], "int64"),
+        peers: T.Tensor((problem.num_ranks,), "int64"),
+        workspace: T.Tensor(shape["workspace"], "int32"),
+        l1_acts: T.Tensor(shape["l1_acts"], FP8),
+        l1_acts_sf: T.Tensor(shape["l1_acts_sf"], "float32"),
+        l1_topk_weights: T.Tensor(shape["l1_topk_weights"], "float32"),
+        token_src_metadata: T.Tensor(shape["token_src_metadata"], "int32"),
+        l2_acts: T.Tensor(shape["l2_acts"], FP8),
+        l2_acts_sf: T.Tensor(shape["l2_acts_sf"], "float32"),
+        w1: T.Tensor(w1_shape, FP8),
+        w1_sf: T.Tensor((local, 2 * groups2, groups1), "float32"),
+        w2: T.Tensor(w2_shape, FP8),
+        w2_sf: T.Tensor((local, groups1, groups2), "float32"),
+        recv_stats: T.Tensor((local,), "int32"),
+        y_address: T.int64,
+        report_address: T.int64,
+        timeout_ms: T.int32,
+        rank: T.int32,
+        num_tokens: T.int32,
+        lag_order: T.int32,
+        order_step: T.int32,
+        prefetch: T.int32,
+        clamp: T.float32,
+    ):
+        with T.Kernel(s.num_sms, threads=s.threads) as grid_block:
+            T.import_source(DEVICE_CUDA)
+            p = Params(
+                topk_idx,
+                peers,
+                workspace,
+                l1_acts,
+                l1_acts_sf,
+                l1_topk_weights,
+                token_src_metadata,
+                l2_acts,
+                l2_acts_sf,
+                w1,
+                w1_sf,
+                w2,
+                w2_sf,
+                recv_stats,
+                y_address,
+                report_address,
+                timeout_ms,
+                rank,
+                num_tokens,
+                lag_order,
+                order_step,
+                prefetch,
+                clamp,
+            )
+            shared = Shared(plan)
+            tx = T.get_thread_binding()
+            if plan.runs("dispatch"):
+                if plan.fused:
+                    if tx >= 96:
+                        if tx < 128:
+                            dispatch.warm_l2(plan, p, grid_block)
+                dispatch.route(plan, p, shared, grid_block)
+            if tx < 128:
+                T.set_max_nreg(s.load_registers, 0)
+                if tx < s.first_load_thread:
+                    if tx < 32:
+                        dispatch.learn_counts(plan, p, shared, grid_block)
+                    barriers.sync(barriers.BLOCK, s.threads)
+                    if plan.runs("dispatch"):
+                        dispatch.pull_rows(plan, p, shared, grid_block)
+                    if plan.phase == "dispatch":
+                        barriers.sync(barriers.BLOCK, s.threads)
+                else:
+                    barriers.sync(barriers.BLOCK, s.threads)
+                    if plan.phase == "dispatch":
+                        barriers.sync(barriers.BLOCK, s.threads)
+                    if plan.runs("linear1") or plan.runs("linear2"):
+                        if tx < s.first_load_thread + 32:
+                            load_role(plan, p, shared, grid_block, (True, s.load_warps == 1))
+                        else:
+                            if s.load_warps == 2:
+                                if tx < s.first_load_thread + 64:
+                                    load_role(plan, p, shared, grid_block, (False, True))
+            else:
+                T.set_max_nreg(s.math_registers, 1)
+                if tx < 256:
+                    math_role(plan, p, shared, grid_block, 0)
+                else:
+                    math_role(plan, p, shared, grid_block, 1)
+
+    return mega_moe
