@@ -1,0 +1,106 @@
+"""Kernels compile for sm_90a without a GPU, and what the compiler says of them is good."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gpu_cases import SMALL, SMALL_CAPACITY, fit, variants
+
+from tl_megamoe import schedules as frozen_folder
+from tl_megamoe.kernel import KernelReport, KernelSpec, compile_kernel, inspect_kernel, parse_report
+from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.recipe import Recipe
+from tl_megamoe.schedule import SMEM_LIMIT_BYTES, Schedule, ScheduleError
+
+FROZEN = sorted(Path(frozen_folder.__path__[0]).glob("*/*.json"))
+
+
+def frozen_kernels() -> list[pytest.param]:
+    """One case for each kernel that a frozen file needs."""
+    cases = {}
+    for path in FROZEN:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        problem = PRESETS[path.stem].one_rank() if path.stem in PRESETS else None
+        if problem is None:
+            sizes = {k: v for k, v in data["problem"].items() if k != "name"}
+            problem = Problem(name=path.stem, **sizes).one_rank()
+        for entry in data["entries"]:
+            schedule = Schedule.from_dict(entry["schedule"])
+            key = (path.parent.name, path.stem, schedule.kernel_key())
+            cases.setdefault(key, (problem, schedule))
+    return [
+        pytest.param(problem, schedule, id=f"{device}-{name}-{key.name}")
+        for (device, name, key), (problem, schedule) in cases.items()
+    ]
+
+
+def check_report(report: KernelReport, schedule: Schedule, problem: Problem) -> None:
+    assert report.spill_bytes == 0
+    assert not report.serialised, report.warnings
+    # Two warpgroups; each phase has a WGMMA for every unit of a K loop.
+    assert report.num_wgmma >= 4
+    assert report.smem_bytes <= schedule.smem_bytes(problem) <= SMEM_LIMIT_BYTES
+    assert schedule.smem_bytes(problem) - report.smem_bytes < 2048
+    assert report.registers * schedule.threads <= 65536
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "schedule"), frozen_kernels())
+def test_frozen_schedules_compile_well(problem: Problem, schedule: Schedule) -> None:
+    assert not schedule.violations(problem, Recipe())
+    spec = KernelSpec(problem=problem, schedule=schedule, capacity=8192)
+    check_report(inspect_kernel(spec), schedule, problem)
+
+
+def test_fused_text_has_its_barriers() -> None:
+    schedule = variants(SMALL)["wide128"]
+    spec = KernelSpec(problem=SMALL, schedule=schedule, capacity=SMALL_CAPACITY)
+    text = compile_kernel(spec).source()
+    assert text.count("tlmm_grid_sync((") == 3  # dispatch once, combine in both warpgroups' code
+    assert text.count("tlmm_wait_equal((") == 2  # tokens, linear1
+    for barrier in ("tlmm_bar(2, 384)", "tlmm_bar(5, 256)", "tlmm_bar(10, 256)"):
+        assert barrier in text
+    assert "tlmm_bar(11, 128)" in text
+    assert "tlmm_bar(12, 128)" in text
+    # TileLang's own barriers would deadlock inside a role.
+    assert "__sync_thread_partial" not in text
+    assert "printf" not in text
+    assert "__trap" not in text
+
+
+def test_runtime_fields_share_a_kernel() -> None:
+    base = fit(SMALL)
+    other = replace(base, order="lag", lag=3, prefetch=0)
+    specs = [KernelSpec(problem=SMALL, schedule=s, capacity=SMALL_CAPACITY) for s in (base, other)]
+    assert specs[0].key() == specs[1].key()
+    assert compile_kernel(specs[0]).kernel is compile_kernel(specs[1]).kernel
+
+
+def test_spec_refuses_what_no_kernel_runs() -> None:
+    schedule = fit(SMALL)
+    with pytest.raises(ValueError, match="phase='gate' must be one of fused"):
+        KernelSpec(problem=SMALL, schedule=schedule, capacity=64, phase="gate")
+    with pytest.raises(ScheduleError, match="recipe pow2-128 has no kernel"):
+        KernelSpec(problem=SMALL, schedule=schedule, capacity=64, recipe=Recipe(scale="pow2"))
+    with pytest.raises(ScheduleError, match="experts_per_wave=3 does not divide"):
+        KernelSpec(problem=SMALL, schedule=replace(schedule, experts_per_wave=3), capacity=64)
+    eight = PRESETS["mimo-v2.5"]
+    with pytest.raises(ValueError, match="num_ranks=8 .* one_rank"):
+        KernelSpec(problem=eight, schedule=fit(eight.one_rank()), capacity=64)
+
+
+def test_report_is_read_from_ptxas() -> None:
+    output = """
+        ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are
+        ptxas info    : Function properties for mega_moe_kernel
+            0 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+        ptxas info    : Used 168 registers, used 13 barriers, 1024 bytes smem
+    """
+    report = parse_report(output, "wgmma_ss<1> wgmma_ss<2>", "v_int64) = ((int64_t)229904);")
+    assert (report.registers, report.spill_bytes, report.smem_bytes) == (168, 28, 230928)
+    assert report.num_wgmma == 2
+    assert report.warnings == ("C7510",)
+    assert report.serialised
