@@ -1,0 +1,254 @@
+"""Which schedule a launch runs: the frozen table of the device, or the built-in default.
+
+A file is schedules/<device>/<problem>.json. Its entries are sorted by `max_tokens` within one
+(num_ranks, rank_mode); an entry serves the token counts above the one before it up to its own, the
+last one everything above too. The device and the sizes must match exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .problem import Problem
+from .schedule import Schedule, ScheduleError, default_schedule
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+_PROBLEM_FIELDS = ("hidden", "intermediate", "num_experts", "num_topk")
+_said: set[tuple[Any, ...]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenEntry:
+    """One entry of a file.
+
+    Attributes:
+        num_ranks: ranks of the layer; 8 for one rank of eight.
+        rank_mode: `one` (a one-rank view), `virtual` or `real`.
+        max_tokens: the most tokens it serves.
+        evidence: the other fields: when and how it was measured.
+    """
+
+    num_ranks: int
+    rank_mode: str
+    max_tokens: int
+    schedule: Schedule
+    evidence: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """A parsed file; `problem` holds the sizes of the whole layer, over all ranks."""
+
+    path: Path
+    name: str
+    problem: dict[str, int]
+    device: str
+    entries: tuple[FrozenEntry, ...]
+
+    def entries_for(self, problem: Problem) -> list[FrozenEntry]:
+        """Entries for exactly these sizes, by `max_tokens`. Names do not matter, sizes do."""
+        sizes = problem.key()
+        if any(self.problem[f] != sizes[f] for f in ("hidden", "intermediate", "num_topk")):
+            return []
+        out = []
+        for entry in self.entries:
+            ranks = 1 if entry.rank_mode == "one" else entry.num_ranks
+            experts = self.problem["num_experts"] // (entry.num_ranks // ranks)
+            if entry.rank_mode == problem.rank_mode and (ranks, experts) == (
+                problem.num_ranks,
+                problem.num_experts,
+            ):
+                out.append(entry)
+        return sorted(out, key=lambda entry: entry.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The schedule of a launch and where it came from.
+
+    Attributes:
+        origin: `frozen` or `default`.
+        path: the file, for origin `frozen`.
+        entry: its entry.
+        message: one sentence on why this schedule.
+    """
+
+    schedule: Schedule
+    origin: str
+    path: Path | None
+    entry: FrozenEntry | None
+    message: str
+
+
+def device_key(device_name: str) -> str:
+    """The folder of a GPU model: `NVIDIA H200` -> `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def schedules_root() -> Path:
+    """The folder of the frozen files that ship with the package."""
+    from . import schedules
+
+    return Path(str(schedules.__file__)).parent
+
+
+def read_frozen(path: Path) -> FrozenFile:
+    """Read a frozen file; kept until it changes on disk.
+
+    Raises:
+        ValueError: unreadable, of another schema, or a field is wrong; names file and field.
+    """
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ValueError(f"frozen schedules {path}: {error}") from error
+    return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
+    def wrong(field: str, found: Any, rule: str) -> ValueError:
+        return ValueError(
+            f"frozen schedules {path}: {field}={found!r} {rule}. "
+            "Write the file anew with: tl-megamoe freeze"
+        )
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"frozen schedules {path}: not readable JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else data
+        raise wrong("schema", found, f"must be {SCHEMA}")
+    device = data.get("device")
+    if device != path.parent.name:
+        raise wrong("device", device, f"must be that of its folder, {path.parent.name!r}")
+    problem = data.get("problem")
+    if not isinstance(problem, dict):
+        raise wrong("problem", problem, "must be an object of sizes")
+    for name in _PROBLEM_FIELDS:
+        if type(problem.get(name)) is not int or problem[name] < 1:
+            raise wrong(f"problem.{name}", problem.get(name), "must be a positive integer")
+    entries = data.get("entries")
+    if not isinstance(entries, list):
+        raise wrong("entries", entries, "must be a list")
+    parsed = []
+    for index, entry in enumerate(entries):
+        at = f"entries[{index}]"
+        if not isinstance(entry, dict):
+            raise wrong(at, entry, "must be an object")
+        values = dict(entry)
+        for name in ("num_ranks", "max_tokens"):
+            if type(values.get(name)) is not int or values[name] < 1:
+                raise wrong(f"{at}.{name}", values.get(name), "must be a positive integer")
+        if problem["num_experts"] % values["num_ranks"]:
+            raise wrong(f"{at}.num_ranks", values["num_ranks"], "must divide problem.num_experts")
+        if values.get("rank_mode") not in ("one", "virtual", "real"):
+            raise wrong(f"{at}.rank_mode", values.get("rank_mode"), "must be one, virtual or real")
+        fields = values.pop("schedule", None)
+        if not isinstance(fields, dict):
+            raise wrong(f"{at}.schedule", fields, "must be an object of the schedule's fields")
+        try:
+            schedule = Schedule.from_dict(fields)
+        except ScheduleError as error:
+            raise wrong(f"{at}.schedule", fields, f"is not a schedule: {error}") from error
+        ranks, mode, most = (values.pop(n) for n in ("num_ranks", "rank_mode", "max_tokens"))
+        parsed.append(FrozenEntry(ranks, mode, most, schedule, values))
+    sizes = {name: problem[name] for name in _PROBLEM_FIELDS}
+    return FrozenFile(path, str(problem.get("name", path.stem)), sizes, device, tuple(parsed))
+
+
+def _files(problem: Problem, device: str, root: Path) -> Iterator[FrozenFile]:
+    """The device's files, the one that bears the problem's name first."""
+    paths = sorted((root / device).glob("*.json"), key=lambda p: (p.stem != problem.name, p.name))
+    for path in paths:
+        yield read_frozen(path)
+
+
+def lookup(
+    problem: Problem, device_name: str, num_tokens: int, *, root: Path | None = None
+) -> Resolution | None:
+    """The frozen schedule of exactly this device and these sizes, or None. Logs nothing.
+
+    Args:
+        problem: the layer as the rank runs it.
+        device_name: a GPU's name or its `device_key`.
+        num_tokens: tokens a rank contributes.
+        root: folder of the frozen files; the package's when None.
+
+    Raises:
+        ValueError: a file of the device is corrupt.
+    """
+    for file in _files(problem, device_key(device_name), root or schedules_root()):
+        entries = file.entries_for(problem)
+        if not entries:
+            continue
+        index = next((i for i, e in enumerate(entries) if num_tokens <= e.max_tokens), -1)
+        entry = entries[index]
+        least = entries[index - 1].max_tokens + 1 if index % len(entries) else 0
+        last = entry is entries[-1]
+        interval = f"from {least}" if last else f"{least} to {entry.max_tokens}"
+        message = f"frozen in {file.path} for {interval} tokens on {file.device}"
+        return Resolution(entry.schedule, "frozen", file.path, entry, message)
+    return None
+
+
+def resolve(
+    problem: Problem,
+    device_name: str,
+    capacity: int,
+    num_tokens: int,
+    *,
+    root: Path | None = None,
+) -> Resolution:
+    """The schedule for a launch. A fallback to the default is logged once a problem and device.
+
+    Args:
+        problem: the layer as the rank runs it.
+        device_name: the GPU's name, for example `NVIDIA H200`.
+        capacity: tokens of the buffer.
+        num_tokens: tokens a rank contributes, or a bound that all ranks share.
+        root: folder of the frozen files; the package's when None.
+
+    Raises:
+        ValueError: num_tokens outside 0..capacity, or a file of the device is corrupt.
+    """
+    if not 0 <= num_tokens <= capacity:
+        raise ValueError(f"num_tokens={num_tokens} must be within 0 and capacity={capacity}")
+    found = lookup(problem, device_name, num_tokens, root=root)
+    violations = [] if found is None else found.schedule.violations(problem)
+    if found is not None and not violations:
+        return found
+    why = (
+        f"no frozen schedule for {_sizes(problem)} on {device_key(device_name)}"
+        if found is None
+        else f"the schedule {found.message} is not valid any more: {'; '.join(violations)}"
+    )
+    ranks = problem.table_num_ranks
+    name = problem.name
+    command = (
+        f"tl-megamoe search --problem {name} --num-ranks {ranks} --tokens {max(num_tokens, 1)} && "
+        f"tl-megamoe freeze --problem {name} --num-ranks {ranks}"
+    )
+    message = f"{why}; the built-in default runs. To tune it: {command}"
+    key = (device_name, *problem.key().values(), root)
+    if key not in _said:
+        _said.add(key)
+        logger.warning("%s", message)
+    return Resolution(default_schedule(problem, num_tokens), "default", None, None, message)
+
+
+def _sizes(problem: Problem) -> str:
+    return (
+        f"{problem.name} (hidden {problem.hidden}, intermediate {problem.intermediate}, "
+        f"{problem.num_experts} experts, top-{problem.num_topk}, {problem.num_ranks} ranks)"
+    )
