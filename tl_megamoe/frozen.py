@@ -196,7 +196,7 @@ def lookup(
         entry = entries[index]
         least = entries[index - 1].max_tokens + 1 if index % len(entries) else 0
         last = entry is entries[-1]
-        interval = f"from {least}" if last else f"{least} to {entry.max_tokens}"
+        interval = f"{least} and more" if last else f"{least} to {entry.max_tokens}"
         message = f"frozen in {file.path} for {interval} tokens on {file.device}"
         return Resolution(entry.schedule, "frozen", file.path, entry, message)
     return None

@@ -16,6 +16,8 @@ SMEM_LIMIT_BYTES = 227 * 1024
 REGISTER_FILE = 65536
 MAX_ROW_CHUNK = 2048
 STAGING_BYTES = 16 * 1024
+MAX_TILES = 256
+"""Tiles of a pool block and phase: 8 bits of a task (device/walk.py)."""
 COUNTER_BITS = 24
 """Bits of `slot * capacity + token` in the source metadata of a pool row."""
 
@@ -296,6 +298,15 @@ class Schedule:
             out.append(
                 f"linear2_block_n={self.linear2_block_n} does not divide hidden={problem.hidden}"
             )
+        for phase, tiles in (
+            ("linear1", self.linear1_tiles(problem)),
+            ("linear2", self.linear2_tiles(problem)),
+        ):
+            if tiles > MAX_TILES:
+                out.append(
+                    f"{phase}_block_n={getattr(self, f'{phase}_block_n')} makes {tiles} tiles of a "
+                    f"pool block; the walk names at most {MAX_TILES}"
+                )
         k_blocks = min(problem.hidden, problem.intermediate) // BLOCK_K
         if self.stages > max(k_blocks, 2):
             out.append(
@@ -319,8 +330,8 @@ class Schedule:
 def default_schedule(problem: Problem, num_tokens: int) -> Schedule:
     """The built-in choice for a problem that no frozen table covers.
 
-    block_m follows the mean rows an expert receives, everything else was the best of the first
-    search on an H200 for most sizes.
+    block_m follows the mean rows an expert receives: up to one block of 64 rows for most experts,
+    else 128. One wave: all linear1 tiles, then all linear2 tiles.
 
     Args:
         problem: the layer.

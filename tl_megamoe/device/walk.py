@@ -22,9 +22,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 LINEAR1_BIT = 1 << 30
-MAX_TILES = 256
-"""Column blocks a task can name (8 bits)."""
-
 WALK_CUDA = r"""
 // The expert that owns pool block m: the last one whose first block is not behind m. An expert without rows
 // has its successor's first block and is skipped.

@@ -1,0 +1,91 @@
+"""What this machine can do: compile, run, and which schedules it has."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tl_megamoe.frozen import device_key, schedules_root
+
+from .farm import ReportCache, package_version
+
+PROBE = "__global__ void probe(int* p) { *p = 1; }\n"
+
+
+def find_gpu() -> str | None:
+    """Name of the current CUDA device if it is an SM90 one."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    return str(torch.cuda.get_device_name())
+
+
+def check_nvcc() -> tuple[bool, str]:
+    """Whether a kernel can be compiled for sm_90a here, and by what or why not."""
+    try:
+        from tilelang.contrib.nvcc import get_nvcc_compiler
+
+        nvcc = str(get_nvcc_compiler())
+    except Exception as error:  # tilelang missing, or finding no CUDA raises its own kinds
+        return False, f"nvcc not found: {error}. Install it with: pip install 'tilelang[nvcc]'"
+    with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
+        source = Path(folder) / "probe.cu"
+        source.write_text(PROBE, encoding="utf-8")
+        target = ["-gencode", "arch=compute_90a,code=sm_90a"]
+        command = [nvcc, "-cubin", *target, "-o", str(source.with_suffix(".cubin")), str(source)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=120.0
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return False, f"{nvcc} does not run: {error}"
+    if done.returncode:
+        return False, f"{nvcc} cannot compile for sm_90a: {(done.stdout + done.stderr)[-500:]}"
+    return True, f"{nvcc} compiles for sm_90a"
+
+
+def diagnose(root: Path | None = None) -> tuple[bool, list[tuple[str, str]]]:
+    """Findings as (subject, text), and whether kernels can be compiled.
+
+    Args:
+        root: folder of the frozen files; the package's when None.
+    """
+    root = root or schedules_root()
+    found = [("python", platform.python_version())]
+    for name in ("torch", "tilelang", "apache-tvm-ffi", "tl_megamoe"):
+        found.append((name, package_version(name) or "not installed"))
+    compiles, text = check_nvcc()
+    found.append(("nvcc", text))
+    compiler = shutil.which("c++") or shutil.which("g++")
+    found.append(("c++", compiler or "not found: nvcc needs one"))
+    found.append(("kernel cache", str(ReportCache().root.parents[1])))
+    gpus = gpu_lines()
+    found += gpus or [("gpu", "none: search compiles and ranks by the cost model")]
+    for device in sorted(p for p in root.iterdir() if p.is_dir()):
+        files = sorted(p.stem for p in device.glob("*.json"))
+        if files:
+            found.append((f"frozen for {device.name}", ", ".join(files)))
+    gpu = find_gpu()
+    if gpu is not None and not list((root / device_key(gpu)).glob("*.json")):
+        found.append((f"frozen for {device_key(gpu)}", "none: the built-in default runs"))
+    return compiles, found
+
+
+def gpu_lines() -> list[tuple[str, str]]:
+    """Every CUDA device and whether the kernels run on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        sm90 = (properties.major, properties.minor) == (9, 0)
+        runs = "SM90, kernels run here" if sm90 else "not SM90: kernels do not run here"
+        sms = properties.multi_processor_count
+        lines.append((f"gpu {index}", f"{properties.name}, {sms} SMs, {runs}"))
+    return lines

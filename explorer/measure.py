@@ -1,0 +1,192 @@
+"""Check and time the candidates of a cell in a child process that may hang or crash.
+
+Every message to the child has a deadline. A candidate that misses it, or takes the CUDA context
+with it, gets its status; the child is replaced and first runs a control before anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tl_megamoe.schedule import Schedule
+
+from .child import Child, ChildDied, ChildError, ChildTimeout
+from .protocol import Block, CandidateFailed
+from .worker import CellInfo, CheckResult, WorkerConfig, make_worker
+
+logger = logging.getLogger(__name__)
+
+SETUP_TIMEOUT_S = 600.0
+"""Bound for making weights and buffers; V4-Pro's take some seconds."""
+YARDSTICK = "yardstick"
+
+
+class GpuUnusable(RuntimeError):  # noqa: N818 - the state of the GPU, not an error of the search
+    """Even the control fails: nothing measured now would mean anything."""
+
+
+class Process(Protocol):
+    """What `Child` offers."""
+
+    def call(self, method: str, *payload: Any, timeout_s: float) -> Any: ...
+    def kill(self) -> None: ...
+
+
+def spawn_worker(config: WorkerConfig) -> Process:
+    """A fresh GPU process."""
+    return Child(make_worker, (config,))
+
+
+class RemoteBench:
+    """A worker in a child process: `protocol.Bench`, and the checks around it.
+
+    Args:
+        config: what the worker is built for.
+        timeout_s: deadline of one message about one candidate.
+        control: a schedule that is known to work; None when the search has none.
+        spawn: starts a process; tests pass a fake.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        timeout_s: float = 120.0,
+        control: Schedule | None = None,
+        spawn: Callable[[WorkerConfig], Process] = spawn_worker,
+    ):
+        self.config = config
+        self.timeout_s = timeout_s
+        self.control = control
+        self._spawn = spawn
+        self._process: Process | None = None
+        self._cell: tuple[int, str] | None = None
+        self._info: CellInfo | None = None
+        self._schedules: dict[str, Schedule] = {}
+        self._loaded: set[str] = set()
+
+    def start(self) -> dict[str, str]:
+        """Start the worker; the device's name and torch's version.
+
+        Raises:
+            GpuUnusable: weights and buffers cannot be made.
+        """
+        return dict(self._setup_call(self._ensure(), "describe"))
+
+    def cell(self, num_tokens: int, routing: str) -> CellInfo:
+        """Begin the cell of a token count; forgets the candidates before."""
+        self._cell = (num_tokens, routing)
+        self._schedules.clear()
+        self._loaded.clear()
+        if self._process is None:
+            self._ensure()
+        else:
+            self._info = self._setup_call(self._process, "cell", num_tokens, routing)
+        assert isinstance(self._info, CellInfo)
+        return self._info
+
+    def check(self, name: str, schedule: Schedule) -> CheckResult:
+        """Run a candidate against the reference. Never raises for the candidate's failures."""
+        self._schedules[name] = schedule
+        try:
+            result = self._call("check", name, schedule)
+        except CandidateFailed as error:
+            return CheckResult(error.status, "", error.reason)
+        assert isinstance(result, CheckResult)
+        if result.context_lost:
+            self._kill()
+        if result.status == "ok":
+            self._loaded.add(name)
+        return result
+
+    def recheck(self, name: str) -> CheckResult:
+        """Compare a candidate's result after timing with the one before."""
+        try:
+            self._load(name)
+            result = self._call("recheck", name)
+        except CandidateFailed as error:
+            return CheckResult(error.status, "", error.reason)
+        assert isinstance(result, CheckResult)
+        if result.context_lost:
+            self._kill()
+        return result
+
+    def warm_up(self, name: str) -> None:
+        """See `protocol.Bench`."""
+        self._load(name)
+        self._call("warm_up", name)
+
+    def block(self, name: str) -> Block:
+        """See `protocol.Bench`."""
+        self._load(name)
+        block = self._call("block", name)
+        assert isinstance(block, Block)
+        return block
+
+    def yardstick(self) -> float:
+        """See `protocol.Bench`."""
+        return float(self._call("yardstick"))
+
+    def close(self) -> None:
+        """End the worker."""
+        self._kill()
+
+    def _load(self, name: str) -> None:
+        """Make sure the worker of today knows a candidate that an earlier one has checked."""
+        self._ensure()
+        if name not in self._loaded:
+            result = self.check(name, self._schedules[name])
+            if result.status != "ok":
+                raise CandidateFailed(result.status, result.reason)
+
+    def _call(self, method: str, *payload: Any) -> Any:
+        process = self._ensure()
+        try:
+            return process.call(method, *payload, timeout_s=self.timeout_s)
+        except ChildTimeout:
+            self._kill()
+            raise CandidateFailed(
+                "timeout", f"{method} took over {self.timeout_s:g} s; its process was killed"
+            ) from None
+        except ChildDied as error:
+            self._kill()
+            raise CandidateFailed("launch_error", str(error)) from error
+        except ChildError as error:
+            self._kill()  # the worker answers failures; what it raises may have lost the context
+            status = "oom" if error.kind == "OutOfMemoryError" else "launch_error"
+            raise CandidateFailed(status, f"{method}: {error.kind}: {error}"[:1000]) from error
+
+    def _setup_call(self, process: Process, method: str, *payload: Any) -> Any:
+        try:
+            return process.call(method, *payload, timeout_s=SETUP_TIMEOUT_S)
+        except (ChildTimeout, ChildDied, ChildError) as error:
+            self._kill()
+            raise GpuUnusable(f"the GPU worker failed to start: {error}") from error
+
+    def _ensure(self) -> Process:
+        """The running worker, or a new one that has begun the cell and passed the control."""
+        if self._process is not None:
+            return self._process
+        self._process = process = self._spawn(self.config)
+        self._loaded.clear()
+        if self._cell is not None:
+            self._info = self._setup_call(process, "cell", *self._cell)
+            if self.control is not None:
+                logger.info("a new GPU process runs the control first")
+                result = self._setup_call(process, "check", "control", self.control)
+                if result.status != "ok":
+                    self._kill()
+                    raise GpuUnusable(
+                        f"after a failure the control {self.control.name} is {result.status}: "
+                        f"{result.reason}. Finished rows are kept; look at the GPU."
+                    )
+                self._setup_call(process, "drop", "control")
+        return process
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        self._loaded.clear()

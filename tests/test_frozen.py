@@ -1,0 +1,261 @@
+"""Frozen schedules: what is frozen, what a launch gets, and what a bad file says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_table import row
+
+from tl_megamoe import frozen
+from tl_megamoe.explorer.freeze import freeze
+from tl_megamoe.explorer.table import SUMMARY_COLUMNS, append_rows, parse, table_path
+from tl_megamoe.frozen import device_key, lookup, read_frozen, resolve, schedules_root
+from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.schedule import Schedule, default_schedule
+
+FLASH = PRESETS["deepseek-v4-flash"]
+VIEW = FLASH.one_rank()
+DEVICE = "nvidia-h200"
+BASE = Schedule(experts_per_wave=32)
+
+
+def flash_row(tokens: int, schedule: Schedule, us: float, **fields: Any) -> dict[str, Any]:
+    floor = 100.0 + tokens
+    return row(
+        **{
+            "problem": VIEW.name,
+            "num_tokens": tokens,
+            "candidate": schedule.name,
+            "median_us": us,
+            "floor_us": floor,
+            "ratio_to_floor": us / floor,
+            "measured_at": "2026-01-01T00:00:00+00:00",
+            **schedule.to_dict(),
+            **fields,
+        }
+    )
+
+
+FAST, SLOW = replace(BASE, stages=3), replace(BASE, rows_in_flight=2)
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    rows = [
+        flash_row(16, SLOW, 220.0),
+        flash_row(16, FAST, 210.0),
+        flash_row(16, BASE, 1.0, status="incorrect"),
+        flash_row(16, BASE, 2.0, source="model"),
+        flash_row(16, BASE, 3.0, phase="linear1"),
+        flash_row(16, BASE, 4.0, routing="hot1"),
+        flash_row(16, BASE, 5.0, recipe="pow2-128"),
+        flash_row(16, BASE, 6.0, num_ranks=4),
+        flash_row(16, BASE, 7.0, hidden=1024),
+        flash_row(64, BASE, 230.0),
+        flash_row(1024, SLOW, 480.0),
+    ]
+    append_rows(table_path(tmp_path / "results", DEVICE, VIEW.name), rows)
+    return tmp_path
+
+
+def run_freeze(tables: Path, problem: Problem = VIEW) -> Path:
+    return freeze(problem, DEVICE, tables / "results", tables / "schedules")[0]
+
+
+def test_best_measured_rows_are_frozen(tables: Path) -> None:
+    path = run_freeze(tables)
+    assert path == tables / "schedules" / DEVICE / "deepseek-v4-flash.json"
+    data = json.loads(path.read_text())
+    assert data["schema"] == 1
+    assert data["device"] == DEVICE
+    assert data["problem"] == {
+        "name": "deepseek-v4-flash",
+        "hidden": 4096,
+        "intermediate": 2048,
+        "num_experts": 256,
+        "num_topk": 6,
+    }
+    got = [(e["num_ranks"], e["rank_mode"], e["max_tokens"]) for e in data["entries"]]
+    assert got == [(8, "one", 32), (8, "one", 256), (8, "one", 1024)]  # geometric middles
+    first = data["entries"][0]
+    assert Schedule.from_dict(first["schedule"]) == FAST
+    assert (first["median_us"], first["candidate"]) == (210.0, FAST.name)
+    assert first["measured_at"]
+
+
+def test_intervals_have_no_surprises(tables: Path) -> None:
+    run_freeze(tables)
+    root = tables / "schedules"
+    expected = {0: FAST, 1: FAST, 16: FAST, 32: FAST, 33: BASE, 64: BASE, 256: BASE, 257: SLOW}
+    for tokens, schedule in {**expected, 1024: SLOW, 8192: SLOW}.items():
+        found = resolve(VIEW, "NVIDIA H200", 8192, tokens, root=root)
+        assert (found.origin, found.schedule) == ("frozen", schedule), tokens
+        assert found.entry is not None
+    assert "for 33 to 256 tokens" in resolve(VIEW, DEVICE, 8192, 64, root=root).message
+    assert "for 257 and more tokens" in resolve(VIEW, DEVICE, 8192, 8192, root=root).message
+
+
+def test_sizes_decide_and_names_do_not(tables: Path) -> None:
+    run_freeze(tables)
+    root = tables / "schedules"
+    same = replace(VIEW, name="my-layer", from_num_ranks=None)
+    assert lookup(same, DEVICE, 16, root=root) is not None
+    for other in (
+        replace(VIEW, hidden=2048),
+        replace(VIEW, intermediate=1024),
+        replace(VIEW, num_topk=8),
+        replace(VIEW, num_experts=64),
+        FLASH,  # the real eight ranks are not their one-rank view
+        replace(FLASH, num_ranks=4).one_rank(),
+    ):
+        assert lookup(other, DEVICE, 16, root=root) is None
+    assert lookup(VIEW, "NVIDIA H100 80GB HBM3", 16, root=root) is None
+
+
+def test_fallback_is_the_default_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = [resolve(VIEW, "NVIDIA H200", 8192, t, root=tmp_path) for t in (16, 16, 512)]
+    assert [f.schedule for f in found] == [default_schedule(VIEW, t) for t in (16, 16, 512)]
+    assert {f.origin for f in found} == {"default"}
+    assert len(caplog.records) == 1
+    command = "tl-megamoe search --problem deepseek-v4-flash --num-ranks 8 --tokens 16"
+    assert command in caplog.text
+
+
+def test_a_frozen_schedule_that_broke_a_rule_falls_back(
+    tables: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run_freeze(tables)
+    path.write_text(path.read_text().replace('"experts_per_wave": 32', '"experts_per_wave": 5'))
+    with caplog.at_level(logging.WARNING):
+        found = resolve(VIEW, DEVICE, 64, 16, root=tables / "schedules")
+    assert found.origin == "default"
+    assert "experts_per_wave=5 does not divide" in caplog.text
+
+
+def test_tokens_over_the_capacity() -> None:
+    with pytest.raises(ValueError, match="num_tokens=65 must be within 0 and capacity=64"):
+        resolve(VIEW, DEVICE, 64, 65)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(schema=2), "schema=2 must be 1"),
+        (lambda d: d.update(device="nvidia-h100"), "device='nvidia-h100' must be that of its"),
+        (lambda d: d["problem"].pop("hidden"), "problem.hidden=None must be a positive"),
+        (lambda d: d.update(entries={}), "entries={} must be a list"),
+        (lambda d: d["entries"][1].update(max_tokens="x"), r"entries\[1\].max_tokens='x'"),
+        (lambda d: d["entries"][1].update(num_ranks=7), r"num_ranks=7 must divide"),
+        (lambda d: d["entries"][0].update(rank_mode="two"), r"entries\[0\].rank_mode='two'"),
+        (lambda d: d["entries"][0]["schedule"].pop("lag"), r"entries\[0\].schedule.*missing"),
+        (lambda d: d["entries"][0]["schedule"].update(lag="0"), "lag='0' of a schedule"),
+    ],
+)
+def test_foreign_files_name_file_and_field(tables: Path, change: Any, message: str) -> None:
+    path = run_freeze(tables)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(VIEW, DEVICE, 64, 16, root=tables / "schedules")
+    assert str(path) in str(caught.value)
+
+
+def test_corrupt_file(tables: Path) -> None:
+    path = run_freeze(tables)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(ValueError, match="not readable JSON"):
+        resolve(VIEW, DEVICE, 64, 16, root=tables / "schedules")
+
+
+def test_read_once_until_it_changes(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run_freeze(tables)
+    first = read_frozen(path)
+    monkeypatch.setattr(frozen.json, "loads", None)
+    assert read_frozen(path) is first
+    monkeypatch.undo()
+    append_rows(table_path(tables / "results", DEVICE, VIEW.name), [flash_row(16, SLOW, 150.0)])
+    run_freeze(tables)
+    assert read_frozen(path).entries[0].schedule == SLOW
+
+
+def test_the_last_row_of_a_candidate_counts(tables: Path) -> None:
+    path = table_path(tables / "results", DEVICE, VIEW.name)
+    append_rows(path, [flash_row(16, FAST, 260.0)])
+    run_freeze(tables)
+    root = tables / "schedules"
+    assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == SLOW
+    # Times of an older kernel do not compete with those of the one measured last.
+    append_rows(path, [flash_row(16, BASE, 300.0, kernel="newer")])
+    run_freeze(tables)
+    assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == BASE
+
+
+def test_the_ratio_to_the_floor_compares_runs(tables: Path) -> None:
+    path = table_path(tables / "results", DEVICE, VIEW.name)
+    # Slower in a run whose card was slower still.
+    append_rows(path, [flash_row(1024, FAST, 500.0, floor_us=1e3, ratio_to_floor=0.5)])
+    append_rows(path, [flash_row(1024, BASE, 470.0, floor_us=5e2, ratio_to_floor=0.94)])
+    run_freeze(tables)
+    assert resolve(VIEW, DEVICE, 2048, 1024, root=tables / "schedules").schedule == SLOW
+
+
+def test_other_ranks_in_the_file_stay(tables: Path) -> None:
+    run_freeze(tables)
+    four = replace(FLASH, num_ranks=4).one_rank()
+    schedule = replace(BASE, experts_per_wave=64)
+    append_rows(
+        table_path(tables / "results", DEVICE, VIEW.name),
+        [flash_row(16, schedule, 400.0, num_ranks=4, num_local_experts=64)],
+    )
+    path = run_freeze(tables, four)
+    entries = read_frozen(path).entries
+    assert [(e.num_ranks, e.max_tokens) for e in entries] == [(4, 16), (8, 32), (8, 256), (8, 1024)]
+    root = tables / "schedules"
+    assert resolve(four, DEVICE, 64, 16, root=root).schedule == schedule
+    assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == FAST
+
+
+def test_summary_has_a_row_a_frozen_cell(tables: Path) -> None:
+    run_freeze(tables)
+    path = tables / "results" / DEVICE / "summary.csv"
+    frame = parse(path.read_text(), path, SUMMARY_COLUMNS)
+    assert frame["num_tokens"].tolist() == [16, 64, 1024]
+    assert frame["candidate"].tolist() == [FAST.name, BASE.name, SLOW.name]
+    before = path.read_text()
+    run_freeze(tables)
+    assert path.read_text() == before
+
+
+def test_nothing_measured_cannot_be_frozen(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no results at .*run tl-megamoe search"):
+        run_freeze(tmp_path)
+    rows = [flash_row(16, BASE, 5.0, source="model"), flash_row(16, BASE, 5.0, status="timeout")]
+    append_rows(table_path(tmp_path / "results", DEVICE, VIEW.name), rows)
+    with pytest.raises(ValueError, match="Only measured rows can be frozen"):
+        run_freeze(tmp_path)
+    assert not (tmp_path / "schedules").exists()
+
+
+def test_device_key() -> None:
+    assert device_key("NVIDIA H200") == DEVICE == device_key(DEVICE)
+    assert device_key("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+
+
+def test_shipped_files_are_readable_and_valid() -> None:
+    for path in schedules_root().glob("*/*.json"):
+        file = read_frozen(path)
+        sizes = Problem(name=file.name, num_ranks=1, **file.problem)
+        for entry in file.entries:
+            problem = replace(sizes, num_ranks=entry.num_ranks)
+            if entry.rank_mode == "one":
+                problem = problem.one_rank()
+            assert entry.schedule.violations(problem) == [], (path, entry)

@@ -1,0 +1,149 @@
+"""The search space: what is enumerated, what the rules reject, what a limit keeps."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tl_megamoe.explorer.cost import predict
+from tl_megamoe.explorer.space import (
+    NAMED_SPACES,
+    best_by_model,
+    enumerate_candidates,
+    load_space,
+    rule_of,
+)
+from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.schedule import Schedule, default_schedule
+
+FLASH = PRESETS["deepseek-v4-flash"].one_rank()
+TINY = Problem(name="tiny", hidden=256, intermediate=128, num_experts=6, num_topk=2, num_ranks=1)
+
+
+def space_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "space.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_screen_is_small_and_varies_every_field(name: str) -> None:
+    found = enumerate_candidates(PRESETS[name].one_rank(), 512, load_space("screen"))
+    assert 40 <= len(found.schedules) <= 64
+    for field in fields(Schedule):
+        assert len({getattr(s, field.name) for s in found.schedules}) >= 2, field.name
+
+
+@pytest.mark.parametrize("space", NAMED_SPACES)
+@pytest.mark.parametrize("problem", [FLASH, TINY], ids=lambda p: p.name)
+def test_candidates_are_valid_unique_and_accounted_for(problem: Problem, space: str) -> None:
+    found = enumerate_candidates(problem, 64, load_space(space))
+    assert len(set(found.schedules)) == len(found.schedules)
+    assert len({s.name for s in found.schedules}) == len(found.schedules)
+    assert not any(s.violations(problem) for s in found.schedules)
+    # What the space holds beside the pinned ones is what the rules left.
+    own = found.num_points - found.num_rejected
+    assert own <= len(found.schedules) <= own + len(found.pinned)
+    assert sum(found.rejections.values()) >= found.num_rejected
+    assert set(found.rejections) <= {f.name for f in fields(Schedule)}
+    for schedule in found.schedules:
+        if schedule.order == "lag":
+            assert schedule.experts_per_wave == problem.num_local_experts
+
+
+def test_pinned_candidates() -> None:
+    frozen = Schedule(experts_per_wave=4, rows_in_flight=7)
+    found = enumerate_candidates(FLASH, 512, load_space("screen"), frozen=frozen)
+    assert found.pinned["default"] == default_schedule(FLASH, 512)
+    assert found.pinned["frozen"] == frozen
+    classic = found.pinned["classic"]
+    assert (32 * classic.dispatch_warps, 32 * classic.load_warps) == (64, 64)
+    assert (classic.load_registers, classic.math_registers) == (48, 224)
+    assert set(found.pinned.values()) <= set(found.schedules)
+
+
+def test_a_frozen_schedule_that_became_invalid_is_no_candidate() -> None:
+    frozen = Schedule(experts_per_wave=5)
+    found = enumerate_candidates(FLASH, 512, load_space("screen"), frozen=frozen)
+    assert "frozen" not in found.pinned
+    assert frozen not in found.schedules
+
+
+@pytest.mark.parametrize("limit", [1, 2, 6, 10_000, None])
+def test_limit_keeps_the_best_and_the_pinned(limit: int | None) -> None:
+    found = enumerate_candidates(FLASH, 512, load_space("screen"))
+    chosen = best_by_model(found, FLASH, 512, limit)
+    times = [predict(FLASH, s, 512).total_us for s in chosen]
+    assert times == sorted(times)
+    assert set(found.pinned.values()) <= set(chosen)
+    if limit is None or limit > len(found.schedules):
+        assert set(chosen) == set(found.schedules)
+    else:
+        assert len(chosen) == max(limit, len(found.pinned))
+        others = set(found.schedules) - set(chosen)
+        free = [s for s in chosen if s not in found.pinned.values()]
+        worst = max((predict(FLASH, s, 512).total_us for s in free), default=0.0)
+        assert all(predict(FLASH, s, 512).total_us >= worst for s in others)
+
+
+def test_limit_must_be_positive() -> None:
+    found = enumerate_candidates(FLASH, 512, load_space("screen"))
+    with pytest.raises(ValueError, match="limit=0 must be at least 1"):
+        best_by_model(found, FLASH, 512, 0)
+
+
+def test_rejections_count_points_by_field(tmp_path: Path) -> None:
+    text = "[product]\nexperts_per_wave = [1, 5, 7]\nstages = [2, 4, 99]\n"
+    found = enumerate_candidates(FLASH, 512, load_space(space_file(tmp_path, text)))
+    assert found.num_points == 9
+    assert found.num_rejected == 7
+    assert found.rejections == {"experts_per_wave": 6, "stages": 3}
+
+
+def test_divisors_and_ties(tmp_path: Path) -> None:
+    text = (
+        '[[base]]\n"stages" = 2\n[vary]\nexperts_per_wave = "divisors"\n'
+        '"order, lag" = [["lag", 2], ["wave", 0]]\n'
+    )
+    found = enumerate_candidates(TINY, 1, load_space(space_file(tmp_path, text)))
+    # prefetch 8 is over tiny's 2 K blocks: violations alone decide, nothing is clipped.
+    assert found.rejections == {"prefetch": 5}
+    text = text.replace("[vary]", "prefetch = 2\n[vary]")
+    found = enumerate_candidates(TINY, 1, load_space(space_file(tmp_path, text)))
+    assert found.num_rejected == 0
+    walks = {(s.order, s.lag, s.experts_per_wave) for s in found.schedules if s.prefetch == 2}
+    assert walks >= {("wave", 0, d) for d in (1, 2, 3, 6)} | {("lag", 2, 6)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[product]\nblock_q = [1]\n", "unknown field block_q"),
+        ("[product]\nblock_m = 64\n", "block_m=64 must be a list"),
+        ("[product]\nblock_m = []\n", "must be a list"),
+        ('[product]\nblock_m = ["64"]\n', "block_m='64' must be int, found str"),
+        ('[product]\n"order, lag" = [["lag", 2, 3]]\n', "must hold 2 values"),
+        ("[[base]]\nlag = true\n", "lag=True must be int, found bool"),
+        ("base = 3\n", r"write base points as \[\[base\]\]"),
+        ("[vary]\nlag = [1]\n", r"holds neither \[product\] nor \[\[base\]\]"),
+        ("[other]\n", "unknown other"),
+        ("nonsense", "space file"),
+    ],
+)
+def test_bad_space_files(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_space(space_file(tmp_path, text))
+
+
+def test_unknown_space() -> None:
+    with pytest.raises(ValueError, match="'wide' is neither one of screen, full"):
+        load_space("wide")
+    with pytest.raises(ValueError, match="space file nowhere.toml"):
+        load_space("nowhere.toml")
+
+
+def test_rule_of() -> None:
+    assert rule_of("load_registers=40 and math_registers=232 take ...") == "load_registers"
+    assert rule_of("recipe x-64 has no kernel") == "recipe"
