@@ -2,8 +2,8 @@
 
 An H200 is power-bound under FP8 load: a time means little without the card's state. Therefore
 launches rotate over three sets of weights, inputs and buffers (cold caches) inside CUDA graphs that
-are replayed back to back; a warm-up of at least 100 ms with a kernel of the cell comes first;
-blocks of at least 20 samples and 50 ms of every candidate are interleaved in random order over
+are replayed back to back; a warm-up of at least 100 ms with every candidate comes first, so that
+no capture idles the card between blocks; blocks of at least 20 samples and 50 ms of every candidate are interleaved in random order over
 three rounds; and a yardstick, an FP8 8192 x 8192 x 8192 product, is read before and after each
 block. A block whose two readings differ by more than 3 % is repeated.
 
@@ -69,8 +69,8 @@ class Measurement:
     Attributes:
         median_us, p10_us, p90_us: over all samples of all rounds.
         num_samples: how many.
-        yardstick_tflops: median of the readings beside its blocks.
-        max_yardstick_tflops: the highest reading.
+        yardstick_tflops: median over its blocks; a block's is the mean of its two readings.
+        max_yardstick_tflops: the highest of its blocks, drifted ones left out if there are others.
         rounds_us: median of each round.
         drifted: blocks that were kept although their two yardsticks differ.
         state: medians over the blocks.
@@ -130,7 +130,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 class _Collected:
     blocks: list[Block] = field(default_factory=list)
     yardsticks: list[float] = field(default_factory=list)
-    drifted: int = 0
+    drifts: list[bool] = field(default_factory=list)
 
 
 def run_rounds(
@@ -157,25 +157,31 @@ def run_rounds(
     shuffler = random.Random(seed)
     collected = {name: _Collected() for name in names}
     failed: dict[str, Failure] = {}
-    before: float | None = None
+    for name in names:
+        try:
+            bench.warm_up(name)
+        except CandidateFailed as error:
+            failed[name] = Failure(error.status, error.reason)
+    cold, before = bool(failed), None
     for _ in range(rules.rounds):
         order = [name for name in names if name not in failed]
         shuffler.shuffle(order)
         for name in order:
             try:
                 if before is None:
-                    bench.warm_up(name)
+                    if cold:
+                        bench.warm_up(name)
                     before = bench.yardstick()
                 block, drifted, readings = _steady_block(bench, name, before, rules)
             except CandidateFailed as error:
                 failed[name] = Failure(error.status, error.reason)
-                before = None  # the bench may have started anew on a cold card
+                cold, before = True, None  # the bench may have started anew on a cold card
                 continue
             before = readings[1]
             found = collected[name]
             found.blocks.append(block)
-            found.yardsticks += readings
-            found.drifted += drifted
+            found.yardsticks.append(sum(readings) / 2)
+            found.drifts.append(drifted)
             if on_block is not None:
                 on_block(name)
     return {name: failed.get(name) or _summarise(collected[name]) for name in names}
@@ -198,6 +204,7 @@ def _steady_block(
 
 def _summarise(found: _Collected) -> Measurement:
     samples = [s for block in found.blocks for s in block.samples_us]
+    steady = [y for y, d in zip(found.yardsticks, found.drifts, strict=True) if not d]
 
     def state(name: str) -> float | None:
         values = [v for b in found.blocks if (v := getattr(b.state, name)) is not None]
@@ -209,9 +216,9 @@ def _summarise(found: _Collected) -> Measurement:
         p90_us=percentile(samples, 0.9),
         num_samples=len(samples),
         yardstick_tflops=median(found.yardsticks),
-        max_yardstick_tflops=max(found.yardsticks),
+        max_yardstick_tflops=max(steady or found.yardsticks),
         rounds_us=tuple(median(b.samples_us) for b in found.blocks),
-        drifted=found.drifted,
+        drifted=sum(found.drifts),
         state=GpuState(
             sm_clock_mhz=state("sm_clock_mhz"),
             mem_clock_mhz=state("mem_clock_mhz"),
@@ -254,6 +261,7 @@ class CudaBench:
         )
         self._graphs: dict[str, tuple[Any, int]] = {}
         self._yardstick: Any = None
+        self._stream = torch.cuda.Stream(self.device)
         self._nvml = _nvml_handle(torch, self.device)
 
     def forget(self, name: str) -> None:
@@ -325,7 +333,7 @@ class CudaBench:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`: its emptying of the allocator's cache costs more than a block.
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        with torch.cuda.stream(self._stream):
             graph.capture_begin()
             try:
                 for index in range(launches):

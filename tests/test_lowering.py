@@ -59,7 +59,7 @@ def test_fused_text_has_its_barriers() -> None:
     schedule = variants(SMALL)["wide128"]
     spec = KernelSpec(problem=SMALL, schedule=schedule, capacity=SMALL_CAPACITY)
     text = compile_kernel(spec).source()
-    assert text.count("tlmm_grid_sync((") == 3  # dispatch once, combine in both warpgroups' code
+    assert text.count("tlmm_grid_sync((") == 2  # counts known, rows scattered
     assert text.count("tlmm_wait_equal((") == 2  # tokens, linear1
     for barrier in ("tlmm_bar(2, 384)", "tlmm_bar(5, 256)", "tlmm_bar(10, 256)"):
         assert barrier in text
@@ -88,7 +88,7 @@ def test_spec_refuses_what_no_kernel_runs() -> None:
     with pytest.raises(ScheduleError, match="experts_per_wave=3 does not divide"):
         KernelSpec(problem=SMALL, schedule=replace(schedule, experts_per_wave=3), capacity=64)
     eight = PRESETS["mimo-v2.5"]
-    with pytest.raises(ValueError, match="num_ranks=8 .* one_rank"):
+    with pytest.raises(ValueError, match=r"num_ranks=8 .*one_rank\(\)"):
         KernelSpec(problem=eight, schedule=fit(eight.one_rank()), capacity=64)
 
 

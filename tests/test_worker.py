@@ -1,4 +1,4 @@
-"""The GPU worker on the CPU: kernels that are right, wrong, unsteady or broken, and the rechecks."""
+"""The GPU worker on the CPU: kernels that are right, wrong, unsteady or broken; rechecks."""
 
 from __future__ import annotations
 
