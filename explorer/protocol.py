@@ -2,10 +2,11 @@
 
 An H200 is power-bound under FP8 load: a time means little without the card's state. Therefore
 launches rotate over three sets of weights, inputs and buffers (cold caches) inside CUDA graphs that
-are replayed back to back; a warm-up of at least 100 ms with every candidate comes first, so that
-no capture idles the card between blocks; blocks of at least 20 samples and 50 ms of every candidate are interleaved in random order over
-three rounds; and a yardstick, an FP8 8192 x 8192 x 8192 product, is read before and after each
-block. A block whose two readings differ by more than 3 % is repeated.
+are replayed back to back; a warm-up of at least 100 ms with every candidate comes first, so that no
+capture idles the card between blocks; blocks of at least 20 samples and 50 ms of every candidate
+are interleaved in random order over three rounds; and a yardstick, an FP8 8192 x 8192 x 8192
+product, is read before and after each block. A block whose two readings differ by more than 3 % is
+repeated.
 
 `measure` times any callables, also a foreign kernel beside ours:
 
