@@ -71,6 +71,51 @@ class Ring:
             T.mbarrier_arrive(self.empty[cursor.stage[0]])
 
 
+@T.macro
+def fill(ring, cursor, what, acts, acts_sf, row, block_m, weights, at, num_k):
+    """Fill the ring with the K blocks of one tile. Role: load, one warp.
+
+    Args:
+        ring: where the operands go.
+        cursor: this warp's place in the ring.
+        what: (rows too, weights too), Python bools: one warp may load both.
+        acts: pool (rows, K) e4m3.
+        acts_sf: its scales (K/128, rows) float32.
+        row: first pool row of the tile.
+        block_m: rows of the tile.
+        weights: pre-tiled (experts, N/128, K/128, 128, 128) e4m3.
+        at: (expert, first block of 128 weight rows, number of such blocks).
+        num_k: K blocks.
+    """
+    with_a, with_b = what
+    expert, first_block, num_blocks = at
+    for k in T.serial(num_k):
+        ring.acquire(cursor)
+        if with_a:
+            T.tma_copy(
+                acts[row : row + block_m, k * BLOCK_K : (k + 1) * BLOCK_K],
+                ring.a[cursor.stage[0], :, :],
+                barrier=ring.full[cursor.stage[0]],
+                leader_scope_threads=32,
+            )
+            T.tma_copy(
+                acts_sf[k, row : row + block_m],
+                ring.a_sf[cursor.stage[0], :],
+                barrier=ring.full[cursor.stage[0]],
+                leader_scope_threads=32,
+            )
+        if with_b:
+            for b in tuple(range(num_blocks)):
+                T.tma_copy(
+                    weights[expert, first_block + b, k, :, :],
+                    ring.b[cursor.stage[0], b * 128 : (b + 1) * 128, :],
+                    barrier=ring.full[cursor.stage[0]],
+                    leader_scope_threads=32,
+                )
+        ring.commit(cursor)
+        cursor.advance()
+
+
 class Table:
     """A run of the shared table: `table[i]` reads, `shared.tables[table.at(i)] = v` writes.
 

@@ -25,18 +25,16 @@ import tilelang.language as T
 from ..device import barriers
 from ..device.matmul import row_maxima, scaled_k_loop
 from ..device.plan import FP8, Params, Plan
-from ..device.ring import Cursor, Ring, Shared
+from ..device.ring import Cursor, Ring, Shared, fill
 from ..scaling import device_e4m3_scale
-from ..schedule import BLOCK_K
 
 
 @T.macro
 def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, expert):
     """Fill the ring with the K blocks of one tile. Role: load; `what` = (rows too, weights too)."""
-    with_a, with_b = what
     s = plan.schedule
     passes = 256 // s.linear1_block_n
-    if with_a:
+    if what[0]:
         if plan.fused:
             barriers.wait_equal(
                 p,
@@ -49,34 +47,18 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
         barriers.fence_async()
         T.sync_warp()
     for half in T.serial(passes):
-        for k in T.serial(plan.groups1):
-            ring.acquire(cursor)
-            if with_a:
-                T.tma_copy(
-                    p.l1_acts[
-                        block * s.block_m : (block + 1) * s.block_m,
-                        k * BLOCK_K : (k + 1) * BLOCK_K,
-                    ],
-                    ring.a[cursor.stage[0], :, :],
-                    barrier=ring.full[cursor.stage[0]],
-                    leader_scope_threads=32,
-                )
-                T.tma_copy(
-                    p.l1_acts_sf[k, block * s.block_m : (block + 1) * s.block_m],
-                    ring.a_sf[cursor.stage[0], :],
-                    barrier=ring.full[cursor.stage[0]],
-                    leader_scope_threads=32,
-                )
-            if with_b:
-                for b in tuple(range(s.linear1_block_n // 128)):
-                    T.tma_copy(
-                        p.w1[expert, tile * 2 + half + b, k, :, :],
-                        ring.b[cursor.stage[0], b * 128 : (b + 1) * 128, :],
-                        barrier=ring.full[cursor.stage[0]],
-                        leader_scope_threads=32,
-                    )
-            ring.commit(cursor)
-            cursor.advance()
+        fill(
+            ring,
+            cursor,
+            what,
+            p.l1_acts,
+            p.l1_acts_sf,
+            block * s.block_m,
+            s.block_m,
+            p.w1,
+            (expert, tile * 2 + half, s.linear1_block_n // 128),
+            plan.groups1,
+        )
 
 
 @T.macro

@@ -21,8 +21,8 @@ import tilelang.language as T
 from ..device import barriers
 from ..device.matmul import scaled_k_loop
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
-from ..device.ring import Cursor, Ring, Shared
-from ..schedule import BLOCK_K, COUNTER_BITS
+from ..device.ring import Cursor, Ring, Shared, fill
+from ..schedule import COUNTER_BITS
 
 
 @T.meta_class
@@ -42,9 +42,8 @@ class RowMetadata:
 @T.macro
 def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, expert):
     """Fill the ring with the K blocks of one tile. Role: load; `what` = (rows too, weights too)."""
-    with_a, with_b = what
     s = plan.schedule
-    if with_a:
+    if what[0]:
         if plan.fused:
             barriers.wait_equal(
                 p,
@@ -56,33 +55,18 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
         # Pairs with linear1's fence after its stores.
         barriers.fence_async()
         T.sync_warp()
-    for k in T.serial(plan.groups2):
-        ring.acquire(cursor)
-        if with_a:
-            T.tma_copy(
-                p.l2_acts[
-                    block * s.block_m : (block + 1) * s.block_m, k * BLOCK_K : (k + 1) * BLOCK_K
-                ],
-                ring.a[cursor.stage[0], :, :],
-                barrier=ring.full[cursor.stage[0]],
-                leader_scope_threads=32,
-            )
-            T.tma_copy(
-                p.l2_acts_sf[k, block * s.block_m : (block + 1) * s.block_m],
-                ring.a_sf[cursor.stage[0], :],
-                barrier=ring.full[cursor.stage[0]],
-                leader_scope_threads=32,
-            )
-        if with_b:
-            for b in tuple(range(s.linear2_block_n // 128)):
-                T.tma_copy(
-                    p.w2[expert, tile * (s.linear2_block_n // 128) + b, k, :, :],
-                    ring.b[cursor.stage[0], b * 128 : (b + 1) * 128, :],
-                    barrier=ring.full[cursor.stage[0]],
-                    leader_scope_threads=32,
-                )
-        ring.commit(cursor)
-        cursor.advance()
+    fill(
+        ring,
+        cursor,
+        what,
+        p.l2_acts,
+        p.l2_acts_sf,
+        block * s.block_m,
+        s.block_m,
+        p.w2,
+        (expert, tile * (s.linear2_block_n // 128), s.linear2_block_n // 128),
+        plan.groups2,
+    )
 
 
 @T.macro
