@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.9
-DEMO ?= --problem deepseek-v4-flash --tokens 512 --space schedules/space/demo.toml --out build/demo
+DEMO ?= --problem deepseek-v4-flash --tokens 512 --space demo --out build/demo
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
     except KeyboardInterrupt:
-        print("interrupted; finished rows are kept, the same command resumes", file=sys.stderr)
+        print(
+            "interrupted; written rows and compiled kernels are kept, the same command resumes",
+            file=sys.stderr,
+        )
         return 130
     except BrokenPipeError:  # the reader of stdout left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -123,8 +127,14 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_space(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--space", default="screen", help="screen, full, or a .toml file (screen)")
-    parser.add_argument("--limit", type=_one_count, help="best candidates by the model (all)")
+    parser.add_argument(
+        "--space", default="screen", help="screen, full, demo, or a .toml file (screen)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=_one_count,
+        help="best candidates by the model; default, classic and frozen always stay (all)",
+    )
 
 
 def _one_count(text: str) -> int:
@@ -226,6 +236,8 @@ def run_search(args: argparse.Namespace) -> int:
     if capacity < max(args.tokens):
         raise ValueError(f"capacity={capacity} is below the {max(args.tokens)} of --tokens")
     _check_routing(problem, args.routing)
+    if not args.compile_only:
+        _check_writable(args.out)
     options = SearchOptions(
         problem=problem,
         tokens=args.tokens,
@@ -239,6 +251,7 @@ def run_search(args: argparse.Namespace) -> int:
         again=args.again,
         commit=current_commit() if args.commit is None else args.commit,
     )
+    _say_rejections(options)
     farm = Farm(jobs=args.jobs, timeout_s=args.timeout, prebuilt=args.prebuilt)
     gpu = find_gpu()
     if args.compile_only:
@@ -269,6 +282,31 @@ def run_search(args: argparse.Namespace) -> int:
     device = MODEL_DEVICE if gpu is None else device_key(gpu)
     print(render(_select(frame, problem, args.tokens, device, args.phase), args.top))
     return 0
+
+
+def _check_writable(out: Path) -> None:
+    """Fail on a bad results folder now and not after minutes of compiling."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out} must be a folder that can be written: {error}") from error
+
+
+def _say_rejections(options: Any) -> None:
+    """What the rules removed from the space; a space that loses points may surprise."""
+    from .space import enumerate_candidates
+
+    for tokens in options.tokens[:1]:
+        found = enumerate_candidates(options.problem, tokens, options.space, options.recipe)
+        if found.num_rejected:
+            rules = ", ".join(f"{field} {count}" for field, count in found.rejections.items())
+            print(
+                f"{found.num_rejected} of {found.num_points} points of the space break a rule "
+                f"({rules}); tl-megamoe list explains",
+                file=sys.stderr,
+            )
 
 
 def _check_routing(problem: Problem, routing: str) -> None:
@@ -304,14 +342,16 @@ def run_report(args: argparse.Namespace) -> int:
     from .table import read_table
 
     problem = problem_of(args)
-    pattern = f"{args.device or '*'}/{problem.name}.csv"
+    device = device_key(args.device) if args.device else None
+    pattern = f"{device or '*'}/{problem.name}.csv"
     paths = sorted(args.out.glob(pattern))
-    frames = [_select(read_table(p), problem, args.tokens, args.device, None) for p in paths]
+    frames = [_select(read_table(p), problem, args.tokens, device, None) for p in paths]
     frames = [frame for frame in frames if len(frame)]
     if not frames:
         raise ValueError(
-            f"no rows of problem {problem.name!r} in {args.out / pattern}. "
-            f"Make some with: tl-megamoe search --problem {problem.name} --tokens 512"
+            f"no rows of problem {problem.name!r}"
+            f"{f' at {args.tokens} tokens' if args.tokens else ''} in {args.out / pattern}. "
+            f"Make some with: tl-megamoe search {problem.flags()} --tokens 512"
         )
     frame = pd.concat(frames, ignore_index=True)
     if args.csv:
@@ -338,7 +378,7 @@ def run_freeze(args: argparse.Namespace) -> int:
 def run_why(args: argparse.Namespace) -> int:
     problem, device = problem_of(args), _device_of(args)
     capacity = args.capacity or args.tokens
-    found = resolve(problem, device, capacity, args.tokens, root=args.schedules)
+    found = resolve(problem, device, capacity, args.tokens, root=args.schedules, quiet=True)
     print(f"schedule  {found.schedule.name}")
     print(f"origin    {found.origin}: {found.message}")
     if found.entry is not None:

@@ -94,8 +94,8 @@ def best_rows(
         raise ValueError(
             f"problem {problem.name!r} with {problem.table_num_ranks} ranks "
             f"({problem.rank_mode}), routing {routing!r} and recipe {recipe} has no measured ok "
-            f"row. Only measured rows can be frozen: run tl-megamoe search --problem "
-            f"{problem.name} --tokens ... on a GPU."
+            f"row. Only measured rows can be frozen: run tl-megamoe search {problem.flags()} "
+            "--tokens ... on a GPU."
         )
     ordered = rows.sort_values(["num_tokens", "ratio_to_floor", "median_us"], kind="stable")
     chosen = ordered.drop_duplicates("num_tokens", keep="first")
@@ -165,7 +165,7 @@ def freeze(
     source = table_path(results, device, problem.name)
     if not source.exists():
         raise ValueError(
-            f"no results at {source}: run tl-megamoe search --problem {problem.name} --tokens ... "
+            f"no results at {source}: run tl-megamoe search {problem.flags()} --tokens ... "
             "on that device first"
         )
     rows = best_rows(read_table(source), problem, recipe or Recipe(), routing)

@@ -27,7 +27,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - exercised on Python 3.10 only
     import tomli as tomllib
 
-NAMED_SPACES = ("screen", "full")
+NAMED_SPACES = ("screen", "full", "demo")
 _FIELDS = {f.name for f in fields(Schedule)}
 _DEFAULTS = Schedule().to_dict()
 

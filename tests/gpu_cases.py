@@ -11,6 +11,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from tl_megamoe.frozen import resolve
 from tl_megamoe.kernel import PHASES, KernelSpec, compile_kernel
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.schedule import Schedule
@@ -19,6 +20,8 @@ PRESET_CAPACITY = 8192
 SMALL_CAPACITY = 1024
 TOKENS = (0, 1, 7, 63, 64, 65, 129, 512, 1024, 4096, 8192)
 LOCAL_EXPERTS = (1, 3, 8, 31, 32, 33, 48)
+FROZEN_TOKENS = (16, 512, 4096)
+"""Where the op is tested with the frozen schedules of deepseek-v4-flash."""
 
 
 def small(name: str = "small", **sizes: int) -> Problem:
@@ -107,6 +110,9 @@ def specs() -> list[KernelSpec]:
         out.append(
             KernelSpec(problem=flash, schedule=fit(flash), capacity=PRESET_CAPACITY, phase=phase)
         )
+    for tokens in FROZEN_TOKENS:
+        schedule = resolve(flash, "NVIDIA H200", PRESET_CAPACITY, tokens).schedule
+        out.append(KernelSpec(problem=flash, schedule=schedule, capacity=PRESET_CAPACITY))
     out.append(_spec(SMALL, variants(SMALL)["wide128"], clamp=True))
     out.append(_spec(SMALL, variants(SMALL)["rows"], clamp=True, fast_math=False))
     return list({spec.key(): spec for spec in out}.values())

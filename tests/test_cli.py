@@ -168,7 +168,7 @@ def test_interrupt(
     monkeypatch.setattr(farm, "Farm", stop)
     argv = ["search", *FLASH, "--tokens", "16", "--out", str(tmp_path)]
     assert cli.main(argv) == 130
-    assert "finished rows are kept" in capsys.readouterr().err
+    assert "written rows and compiled kernels are kept" in capsys.readouterr().err
 
 
 def test_doctor(

@@ -125,7 +125,7 @@ def test_fallback_is_the_default_and_said_once(
     assert [f.schedule for f in found] == [default_schedule(VIEW, t) for t in (16, 16, 512)]
     assert {f.origin for f in found} == {"default"}
     assert len(caplog.records) == 1
-    command = "tl-megamoe search --problem deepseek-v4-flash --num-ranks 8 --tokens 16"
+    command = "tl-megamoe search --problem deepseek-v4-flash --tokens 16"
     assert command in caplog.text
 
 

@@ -64,6 +64,9 @@ def strided(t: torch.Tensor) -> torch.Tensor:
         ),
         ({"l1_weights": torch.empty(3)}, "l1_weights must be a (weight, scale) pair"),
         ({"schedule": Schedule(stages=9)}, "stages=9"),
+        ({"schedule": "m64"}, "schedule must be a Schedule, found str"),
+        ({"activation_clamp": "x"}, "activation_clamp='x' must be a positive number"),
+        ({"recipe": [1, 128, 128]}, "sym_buffer is on cpu: the kernel needs an SM90 GPU"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else None,
 )

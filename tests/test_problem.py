@@ -9,6 +9,23 @@ import pytest
 from tl_megamoe import PRESETS, Problem, load_problem
 
 
+def test_flags_name_the_problem() -> None:
+    flash = PRESETS["deepseek-v4-flash"]
+    assert flash.flags() == flash.one_rank().flags() == "--problem deepseek-v4-flash"
+    four = load_problem("deepseek-v4-flash", num_ranks=4).one_rank()
+    assert four.flags() == "--problem deepseek-v4-flash --num-ranks 4"
+    own = Problem(name="own", hidden=5120, intermediate=1536, num_experts=160, num_topk=8)
+    assert own.one_rank().flags() == (
+        "--hidden 5120 --intermediate 1536 --num-experts 160 --num-topk 8 --num-ranks 8"
+    )
+
+
+@pytest.mark.parametrize("name", ["../../escape", "two words", "", "a/b", ".hidden", 5])
+def test_a_name_is_a_file_name(name: object) -> None:
+    with pytest.raises(ValueError, match="it names files"):
+        Problem(name=name, hidden=128, intermediate=128, num_experts=8, num_topk=2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpu_cases import (
     EXPERTS,
+    FROZEN_TOKENS,
     ODD,
     ONE_RANK,
     PRESET_CAPACITY,
@@ -236,7 +237,7 @@ def test_op_uses_the_frozen_schedule(seed: int) -> None:
     from tl_megamoe.op import prepare
 
     w = world(ONE_RANK["deepseek-v4-flash"], PRESET_CAPACITY)
-    for tokens in (16, 512, 4096):
+    for tokens in FROZEN_TOKENS:
         found = resolve(w.problem, w.buffer.device_name, w.buffer.capacity, tokens)
         assert found.origin == "frozen", found
         w.fill(tokens, seed)

@@ -101,6 +101,11 @@ class SymmBuffer:
         self.rank = 0
         self.layout: Layout = make_layout(problem, capacity)
         if device is None:
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "device=None means the current CUDA device, and torch sees none. The kernel "
+                    "needs an SM90 GPU; device='cpu' makes a buffer to look at."
+                )
             device = torch.device("cuda", torch.cuda.current_device())
         self.raw = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
         self.device = self.raw.device

@@ -209,6 +209,7 @@ def resolve(
     num_tokens: int,
     *,
     root: Path | None = None,
+    quiet: bool = False,
 ) -> Resolution:
     """The schedule for a launch. A fallback to the default is logged once a problem and device.
 
@@ -218,6 +219,7 @@ def resolve(
         capacity: tokens of the buffer.
         num_tokens: tokens a rank contributes, or a bound that all ranks share.
         root: folder of the frozen files; the package's when None.
+        quiet: log nothing.
 
     Raises:
         ValueError: num_tokens outside 0..capacity, or a file of the device is corrupt.
@@ -233,15 +235,13 @@ def resolve(
         if found is None
         else f"the schedule {found.message} is not valid any more: {'; '.join(violations)}"
     )
-    ranks = problem.table_num_ranks
-    name = problem.name
+    flags = problem.flags()
     command = (
-        f"tl-megamoe search --problem {name} --num-ranks {ranks} --tokens {max(num_tokens, 1)} && "
-        f"tl-megamoe freeze --problem {name} --num-ranks {ranks}"
+        f"tl-megamoe search {flags} --tokens {max(num_tokens, 1)} && tl-megamoe freeze {flags}"
     )
     message = f"{why}; the built-in default runs. To tune it: {command}"
     key = (device_name, *problem.key().values(), root)
-    if key not in _said:
+    if not quiet and key not in _said:
         _said.add(key)
         logger.warning("%s", message)
     return Resolution(default_schedule(problem, num_tokens), "default", None, None, message)

@@ -139,6 +139,9 @@ def prepare(
     Raises:
         ValueError, ScheduleError: as `fp8_mega_moe`.
     """
+    recipe = as_recipe(recipe)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule must be a Schedule, found {type(schedule).__name__}")
     chosen = schedule
     if chosen is None:
         chosen = sym_buffer.schedules.get(num_tokens)
@@ -150,16 +153,20 @@ def prepare(
     key = (chosen, recipe, activation_clamp is not None, fast_math)
     kernel = sym_buffer.kernels.get(key)
     if kernel is None:
-        kernel = compile_kernel(
-            KernelSpec(
-                problem=sym_buffer.problem,
-                schedule=chosen,
-                capacity=sym_buffer.capacity,
-                recipe=as_recipe(recipe),
-                clamp=activation_clamp is not None,
-                fast_math=fast_math,
-            )
+        spec = KernelSpec(
+            problem=sym_buffer.problem,
+            schedule=chosen,
+            capacity=sym_buffer.capacity,
+            recipe=recipe,
+            clamp=activation_clamp is not None,
+            fast_math=fast_math,
         )
+        if sym_buffer.device.type != "cuda":
+            raise ValueError(
+                f"sym_buffer is on {sym_buffer.device}: the kernel needs an SM90 GPU. "
+                "tl_megamoe.reference.moe computes the same layer anywhere."
+            )
+        kernel = compile_kernel(spec)
         sym_buffer.kernels[key] = kernel
     return kernel, chosen
 
@@ -227,6 +234,8 @@ def _check_weights(name: str, pair: Any, buffer: SymmBuffer) -> None:
     _check_tensor(f"{name}[1]", pair[1], scale, torch.float32, buffer)
 
 
-def _check_clamp(clamp: float | None) -> None:
-    if clamp is not None and not (math.isfinite(clamp) and clamp > 0):
+def _check_clamp(clamp: Any) -> None:
+    if clamp is None:
+        return
+    if not isinstance(clamp, (int, float)) or not (math.isfinite(clamp) and clamp > 0):
         raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")

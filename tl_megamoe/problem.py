@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,6 +43,11 @@ class Problem:
     from_num_ranks: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name):
+            raise ValueError(
+                f"name={self.name!r} of a problem must be letters, digits, '.', '_' and '-', "
+                "beginning with a letter or digit: it names files"
+            )
         for field in ("hidden", "intermediate", "num_experts", "num_topk", "num_ranks"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -92,6 +98,24 @@ class Problem:
             num_experts=self.num_local_experts,
             num_ranks=1,
             from_num_ranks=self.num_ranks,
+        )
+
+    def flags(self) -> str:
+        """The command-line flags that name this problem: a preset, or its sizes over all ranks."""
+        ranks = self.table_num_ranks
+        whole = replace(
+            self,
+            num_experts=self.num_local_experts * ranks,
+            num_ranks=ranks,
+            from_num_ranks=None,
+        )
+        preset = PRESETS.get(self.name)
+        if preset is not None and replace(preset, num_ranks=ranks) == whole:
+            changed = f" --num-ranks {ranks}" if ranks != preset.num_ranks else ""
+            return f"--problem {self.name}{changed}"
+        return (
+            f"--hidden {whole.hidden} --intermediate {whole.intermediate} "
+            f"--num-experts {whole.num_experts} --num-topk {whole.num_topk} --num-ranks {ranks}"
         )
 
     def key(self) -> dict[str, int]:

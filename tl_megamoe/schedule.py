@@ -287,7 +287,7 @@ class Schedule:
             out.append(
                 f"experts_per_wave={self.experts_per_wave} does not divide num_local_experts="
                 f"{local} ({problem.num_experts} experts / {problem.num_ranks} ranks). Divisors: "
-                f"{divisors}. List valid schedules with: tl-megamoe list --problem {problem.name}"
+                f"{divisors}. List valid schedules with: tl-megamoe list {problem.flags()}"
             )
         if self.order == "lag" and self.experts_per_wave != local:
             out.append(
@@ -331,7 +331,8 @@ def default_schedule(problem: Problem, num_tokens: int) -> Schedule:
     """The built-in choice for a problem that no frozen table covers.
 
     block_m follows the mean rows an expert receives: up to one block of 64 rows for most experts,
-    else 128. One wave: all linear1 tiles, then all linear2 tiles.
+    else 128. One wave: all linear1 tiles, then all linear2 tiles. With a hidden size that 256 does
+    not divide both linears split rows: with one of each split ptxas spills.
 
     Args:
         problem: the layer.
@@ -343,6 +344,7 @@ def default_schedule(problem: Problem, num_tokens: int) -> Schedule:
     block_m = 64 if rows <= 64 and wide else 128
     return Schedule(
         block_m=block_m,
+        linear1_block_n=256 if wide else 128,
         linear2_block_n=256 if wide else 128,
         stages=max(2, min(4, shortest)),
         experts_per_wave=problem.num_local_experts,

@@ -185,7 +185,13 @@ def _bytes(w: Tensor) -> Tensor:
     return w.contiguous().view(torch.uint8)
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, found {type(value).__name__}")
+
+
 def _check_codes(name: str, w: Tensor) -> None:
+    _check_tensor(name, w)
     if w.dtype != E4M3 or w.dim() != 3:
         raise ValueError(
             f"{name} must be a 3-dimensional {E4M3} tensor (experts, rows, columns), found "
@@ -199,6 +205,7 @@ def _check_codes(name: str, w: Tensor) -> None:
 
 
 def _check_scales(name: str, sf: Tensor, codes: Tensor) -> None:
+    _check_tensor(name, sf)
     experts, rows, columns = codes.shape
     want = (experts, rows // SCALE_BLOCK, columns // SCALE_BLOCK)
     if sf.dtype != torch.float32 or tuple(sf.shape) != want or not sf.is_contiguous():
