@@ -362,11 +362,18 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_freeze(args: argparse.Namespace) -> int:
+    from .farm import kernel_digest
     from .freeze import freeze
 
     root = args.schedules or schedules_root()
     path, rows = freeze(problem_of(args), _device_of(args), args.out, root, routing=args.routing)
     print(f"{path}: {len(rows)} entries")
+    for kernel in sorted({str(row["kernel"]) for row in rows} - {kernel_digest()}):
+        print(
+            f"measured with kernel {kernel}, this is {kernel_digest()}: search again for times of "
+            "this one",
+            file=sys.stderr,
+        )
     for row in rows:
         print(
             f"  {row['num_tokens']:>6} tokens  {row['median_us']:.1f} us, "
@@ -376,12 +383,16 @@ def run_freeze(args: argparse.Namespace) -> int:
 
 
 def run_why(args: argparse.Namespace) -> int:
+    from .farm import kernel_digest
+
     problem, device = problem_of(args), _device_of(args)
     capacity = args.capacity or args.tokens
     found = resolve(problem, device, capacity, args.tokens, root=args.schedules, quiet=True)
     print(f"schedule  {found.schedule.name}")
     print(f"origin    {found.origin}: {found.message}")
     if found.entry is not None:
+        if found.entry.evidence.get("kernel") != kernel_digest():
+            print(f"measured  with another kernel than this one ({kernel_digest()})")
         for name, value in found.entry.evidence.items():
             print(f"  {name:<18} {value}")
     for name, value in found.schedule.to_dict().items():

@@ -249,7 +249,10 @@ class Farm:
                 if child is None:
                     child = Child(_Builder, (self.build,))
                     children.add(child)
-                result = self._build_one(child, spec)
+                try:
+                    result = self._build_one(child, spec)
+                except Exception as error:  # a spec is answered whatever happens to its thread
+                    result = BuildResult("compile_error", None, f"{type(error).__name__}: {error}")
                 if result is None or result.status == "timeout":
                     children.discard(child)
                     child = None

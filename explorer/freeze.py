@@ -61,12 +61,13 @@ def rows_of(frame: pd.DataFrame, problem: Problem) -> pd.DataFrame:
 def latest(frame: pd.DataFrame) -> pd.DataFrame:
     """The last row of each candidate, of the kernel that was measured last in each cell.
 
-    A cell is what a ranking compares: token count, routing, seed, phase, recipe, source, device.
+    A cell is what a ranking compares: token count, routing, seed, phase, recipe, source, device,
+    capacity (it is part of the kernel).
     """
     if frame.empty:
         return frame
-    cell = ["num_tokens", "routing", "seed", "phase", "recipe", "source", "device"]
-    newest = frame.groupby(cell, sort=False)["kernel"].transform("last")
+    cell = ["num_tokens", "routing", "seed", "phase", "recipe", "source", "device", "capacity"]
+    newest = frame.groupby(cell, sort=False, dropna=False)["kernel"].transform("last")
     return frame[frame["kernel"] == newest].drop_duplicates([*cell, "candidate"], keep="last")
 
 

@@ -226,21 +226,19 @@ def _measure_cell(cell: Cell, bench: CellBench, recorder: Recorder, options: Sea
     measured = {n: m for n, m in timed.items() if isinstance(m, Measurement)}
     yardstick = max((m.max_yardstick_tflops for m in measured.values()), default=0.0)
     baseline = measured.get(cell.baseline.name)
-    rows = []
     for name, schedule in good.items():
         if schedule not in cell.schedules:
             continue
         result = timed[name]
         if isinstance(result, Failure):
-            rows.append(recorder.failed_row(cell, schedule, result.status, result.reason))
+            recorder.write([recorder.failed_row(cell, schedule, result.status, result.reason)])
             continue
         after = bench.recheck(name)
         if after.status != "ok":
-            rows.append(recorder.check_row(cell, schedule, after))
+            recorder.write([recorder.check_row(cell, schedule, after)])
             continue
         row = recorder.measured_row(cell, schedule, result, info, yardstick, baseline)
-        rows.append({**row, "observation": _observation(checks[name], result)})
-    recorder.write(rows)
+        recorder.write([{**row, "observation": _observation(checks[name], result)}])
 
 
 def _tick(bar: Any) -> None:

@@ -114,6 +114,7 @@ RESUME_KEY = (
     "intermediate",
     "num_local_experts",
     "num_topk",
+    "capacity",
     "kernel",
 )
 """What makes two rows the same piece of work. `kernel` and not `commit`: a commit that leaves the
@@ -128,7 +129,7 @@ class TableError(ValueError):
 
 def key_of(row: Row) -> tuple[Any, ...]:
     """The row's `RESUME_KEY`."""
-    return tuple(row[name] for name in RESUME_KEY)
+    return tuple(row.get(name) for name in RESUME_KEY)
 
 
 def _header(columns: Mapping[str, str]) -> str:
@@ -296,7 +297,10 @@ def finished_keys(path: Path) -> set[tuple[Any, ...]]:
     """The `RESUME_KEY` of every row in a file."""
     frame = read_table(path)
     return {
-        tuple(int(v) if COLUMNS[n] == "int" else v for n, v in zip(RESUME_KEY, values, strict=True))
+        tuple(
+            None if pd.isna(v) else int(v) if COLUMNS[n] == "int" else v
+            for n, v in zip(RESUME_KEY, values, strict=True)
+        )
         for values in frame[list(RESUME_KEY)].itertuples(index=False, name=None)
     }
 

@@ -43,6 +43,9 @@ ODD = {
     )
 }
 """Sizes at the edges of the rules; `duplicates` routes a token to one expert several times."""
+MANY_ROUTES = small("many-routes", hidden=256, num_experts=4, num_topk=4)
+MANY_ROUTES_CAPACITY = 2048
+"""8192 routes: three rounds for the one block of `many_routes_schedule`."""
 ONE_RANK = {name: problem.one_rank() for name, problem in PRESETS.items()}
 
 
@@ -75,6 +78,11 @@ def variants(problem: Problem) -> dict[str, Schedule]:
     return {name: s for name, s in schedules.items() if not s.violations(problem)}
 
 
+def many_routes_schedule() -> Schedule:
+    """One block, so that routing takes several rounds of `Plan.route_batch`."""
+    return fit(MANY_ROUTES, num_sms=1)
+
+
 PHASE_VARIANTS = ("wide128", "wide64", "rows1")
 """Variants whose stand-alone phases are tested too."""
 
@@ -105,6 +113,13 @@ def specs() -> list[KernelSpec]:
     for problem in ONE_RANK.values():
         for schedule in preset_schedules(problem).values():
             out.append(KernelSpec(problem=problem, schedule=schedule, capacity=PRESET_CAPACITY))
+    out.append(
+        KernelSpec(
+            problem=MANY_ROUTES,
+            schedule=many_routes_schedule(),
+            capacity=MANY_ROUTES_CAPACITY,
+        )
+    )
     flash = ONE_RANK["deepseek-v4-flash"]
     for phase in ("dispatch", "linear1", "linear2", "combine"):
         out.append(

@@ -77,6 +77,14 @@ def test_a_bad_argument_is_named(
         fp8_mega_moe(**{**arguments, **change})
 
 
+def test_a_misaligned_tensor_is_refused(arguments: dict[str, Any]) -> None:
+    flat = torch.empty(8 * SMALL.hidden + 8, dtype=torch.bfloat16)
+    shift = 1 if flat.data_ptr() % 16 == 0 else 0
+    y = flat[shift : shift + 8 * SMALL.hidden].view(8, SMALL.hidden)
+    with pytest.raises(ValueError, match="y must start at a multiple of 16 bytes"):
+        fp8_mega_moe(**{**arguments, "y": y})
+
+
 def test_weights_that_are_not_pretiled(arguments: dict[str, Any]) -> None:
     plain = random_weights(SMALL)
     with pytest.raises(ValueError, match=r"l1_weights\[0\] must have shape .*transform_weights"):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_megamoe import PRESETS, Problem, Recipe, Schedule, ScheduleError
-from tl_megamoe.schedule import REGISTER_FILE, SMEM_LIMIT_BYTES, default_schedule
+from tl_megamoe.schedule import LAUNCH_REGISTERS, SMEM_LIMIT_BYTES, default_schedule
 
 FLASH = PRESETS["deepseek-v4-flash"].one_rank()
 FIELDS = {f.name for f in dataclasses.fields(Schedule)}
@@ -74,7 +74,8 @@ def test_valid_schedules_fit_the_hardware(schedule: Schedule, problem: Problem) 
     assert schedule.threads <= 1024
     assert schedule.smem_bytes(problem) <= SMEM_LIMIT_BYTES
     registers = 128 * schedule.load_registers + 256 * schedule.math_registers
-    assert registers <= REGISTER_FILE
+    assert registers <= schedule.threads * LAUNCH_REGISTERS <= 65536
+    assert schedule.load_registers <= LAUNCH_REGISTERS <= schedule.math_registers
     assert problem.num_local_experts % schedule.experts_per_wave == 0
     chunk = schedule.row_chunk(problem)
     assert chunk > 0

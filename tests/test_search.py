@@ -183,6 +183,7 @@ def test_measured_rows_carry_the_protocol(options: SearchOptions, tmp_path: Path
 
 
 def test_resume_repeats_nothing(options: SearchOptions, tmp_path: Path) -> None:
+    options = replace(options, capacity=1024)  # the capacity is part of the kernel and the key
     run(options, FakeGpu({1: "incorrect"}), tmp_path)
     before = rows_of(options)
     gpu = FakeGpu()
@@ -190,7 +191,7 @@ def test_resume_repeats_nothing(options: SearchOptions, tmp_path: Path) -> None:
     assert (done.written, done.skipped) == (0, len(before))
     assert gpu.checked == []
     assert len(rows_of(options)) == len(before)
-    more = replace(options, tokens=(512, 1024), capacity=1024)
+    more = replace(options, tokens=(512, 1024))
     gpu = FakeGpu()
     assert run(more, gpu, tmp_path).skipped == len(before)
     assert gpu.tokens == [1024]

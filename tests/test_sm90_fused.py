@@ -13,6 +13,8 @@ import torch
 from gpu_cases import (
     EXPERTS,
     FROZEN_TOKENS,
+    MANY_ROUTES,
+    MANY_ROUTES_CAPACITY,
     ODD,
     ONE_RANK,
     PRESET_CAPACITY,
@@ -21,6 +23,7 @@ from gpu_cases import (
     TOKENS,
     edge_schedules,
     fit,
+    many_routes_schedule,
     preset_schedules,
     variants,
 )
@@ -28,7 +31,7 @@ from gpu_world import World, world
 
 from tl_megamoe import fp8_mega_moe, mega_moe, reference
 from tl_megamoe.problem import Problem, divisors_of
-from tl_megamoe.schedule import Schedule
+from tl_megamoe.schedule import Schedule, ScheduleError
 
 pytestmark = pytest.mark.sm90
 
@@ -178,8 +181,10 @@ def test_experts_out_of_range_are_dropped(seed: int) -> None:
     topk_idx = w.inputs.topk_idx.clone()
     topk_idx[::5, 0] = SMALL.num_experts
     topk_idx[1::5, 1] = -7
+    topk_idx[2::5, 0] = 2**32 + 3  # expert 3 if it were cut to 32 bits
     w.set(replace(w.inputs, topk_idx=topk_idx))
     check(w, variants(SMALL))
+    assert w.buffer.expert_recv_count_sum.tolist() == list(w.pool().counts)
 
 
 @pytest.mark.parametrize(("name", "fast_math"), [("wide128", True), ("rows", False)])
@@ -191,6 +196,23 @@ def test_clamp(name: str, fast_math: bool, seed: int) -> None:
     same = reference.compare(y, expected, intermediate=SMALL.intermediate)
     assert same, same.reason
     assert not reference.compare(y, w.expected(), intermediate=SMALL.intermediate)
+
+
+def test_a_grid_larger_than_the_gpu_is_refused(seed: int) -> None:
+    w = world(SMALL, SMALL_CAPACITY)
+    w.fill(10, seed)
+    y = torch.empty((10, SMALL.hidden), dtype=torch.bfloat16, device="cuda")
+    too_large = replace(variants(SMALL)["wide128"], num_sms=1000)
+    with pytest.raises(ScheduleError, match="num_sms=1000 exceeds the"):
+        fp8_mega_moe(y, w.weights.l1, w.weights.l2, w.buffer, schedule=too_large)
+
+
+def test_routing_in_several_rounds(seed: int) -> None:
+    """One block lists more routes than its threads hold at once."""
+    w = world(MANY_ROUTES, MANY_ROUTES_CAPACITY)
+    for tokens in (MANY_ROUTES_CAPACITY, 1, 0, 777):
+        w.fill(tokens, seed + tokens)
+        check(w, {"one_sm": many_routes_schedule()})
 
 
 def test_graph_replay(seed: int) -> None:

@@ -52,6 +52,7 @@ class SymmBuffer:
         l1_arrival_count, l2_arrival: (pool blocks,) int32, zero between launches.
         peers: (num_ranks,) int64, base address of every rank's buffer.
         report: (64,) int32 in pinned host memory, a slot of 8 for each tag of a timed-out wait.
+        num_sms: multiprocessors of the device, None on a CPU.
         schedules: schedule chosen for a token count, kept by op.py.
         kernels: kernels loaded for this buffer, kept by op.py.
 
@@ -123,6 +124,10 @@ class SymmBuffer:
         self.report = torch.zeros(REPORT_LENGTH, dtype=torch.int32, pin_memory=on_gpu)
         self.topk_idx.fill_(-1)
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "cpu"
+        self.num_sms: int | None = None
+        if on_gpu:
+            properties = torch.cuda.get_device_properties(self.device)
+            self.num_sms = properties.multi_processor_count
         self.schedules: dict[int, Schedule] = {}
         self.kernels: dict[Hashable, CompiledKernel] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from .frozen import resolve
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
 from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe, as_recipe
-from .schedule import Schedule
+from .schedule import Schedule, ScheduleError
 from .weights import MoEWeights
 
+ALIGNMENT = 16
+"""Bytes that the kernel's vector accesses to caller's tensors are aligned to."""
 WeightPair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -149,6 +152,8 @@ def prepare(
         chosen = resolve(
             sym_buffer.problem, sym_buffer.device_name, sym_buffer.capacity, num_tokens
         ).schedule
+        if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
+            chosen = replace(chosen, num_sms=sym_buffer.num_sms)  # a smaller part, or a MIG slice
         sym_buffer.schedules[num_tokens] = chosen
     key = (chosen, recipe, activation_clamp is not None, fast_math)
     kernel = sym_buffer.kernels.get(key)
@@ -165,6 +170,11 @@ def prepare(
             raise ValueError(
                 f"sym_buffer is on {sym_buffer.device}: the kernel needs an SM90 GPU. "
                 "tl_megamoe.reference.moe computes the same layer anywhere."
+            )
+        if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
+            raise ScheduleError(
+                f"num_sms={chosen.num_sms} exceeds the {sym_buffer.num_sms} SMs of "
+                f"{sym_buffer.device_name}: all blocks of the grid must be resident at once"
             )
         kernel = compile_kernel(spec)
         sym_buffer.kernels[key] = kernel
@@ -200,6 +210,11 @@ def _check_tensor(
         )
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
+    if tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name} must start at a multiple of {ALIGNMENT} bytes (16-byte stores, TMA), found "
+            f"{tensor.data_ptr():#x}. Clone it."
+        )
     if tensor.device != buffer.device:
         raise ValueError(
             f"{name} must be on {buffer.device} like the buffer, is on {tensor.device}"

@@ -13,7 +13,9 @@ BLOCK_K = SCALE_BLOCK
 MATH_WARPS = 8
 SMEM_LIMIT_BYTES = 227 * 1024
 """Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
-REGISTER_FILE = 65536
+LAUNCH_REGISTERS = 168
+"""Registers a thread at launch: what 384 threads get of an SM's 65,536, rounded down to 8.
+setmaxnreg only moves them between warpgroups: an increase past the block's own waits for ever."""
 MAX_ROW_CHUNK = 2048
 STAGING_BYTES = 16 * 1024
 MAX_TILES = 256
@@ -213,10 +215,11 @@ class Schedule:
         if threads > 1024:
             out.append(f"threads={threads} exceeds 1024")
         registers = self.role_threads * self.load_registers + 32 * MATH_WARPS * self.math_registers
-        if registers > REGISTER_FILE:
+        launched = threads * LAUNCH_REGISTERS
+        if registers > launched:
             out.append(
                 f"load_registers={self.load_registers} and math_registers={self.math_registers} "
-                f"take {registers} registers a block, over the {REGISTER_FILE} of an SM"
+                f"take {registers} registers a block, over the {launched} it is launched with"
             )
         if not self.row_chunk(problem):
             fixed = sum(self.smem_buffers(problem).values())
@@ -251,12 +254,16 @@ class Schedule:
                 out.append(f"{field}={value!r} must be one of {allowed}")
         for field, least in at_least.items():
             value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                out.append(f"{field}={value!r} must be an integer of at least {least}")
+            if not isinstance(value, int) or not least <= value < 1 << 24:
+                out.append(f"{field}={value!r} must be an integer in {least}..2**24-1")
         for field in ("load_registers", "math_registers"):
             value = getattr(self, field)
-            if value % 8 or not 24 <= value <= 256:
-                out.append(f"{field}={value} must be a multiple of 8 in 24..256 (setmaxnreg)")
+            low, high = (24, LAUNCH_REGISTERS) if field[0] == "l" else (LAUNCH_REGISTERS, 256)
+            if not isinstance(value, int) or value % 8 or not low <= value <= high:
+                out.append(
+                    f"{field}={value!r} must be a multiple of 8 in {low}..{high}: load warps give "
+                    f"registers up, math warps take them (setmaxnreg, {LAUNCH_REGISTERS} at launch)"
+                )
         if out:
             return out
         if self.dispatch_warps + self.load_warps > 4:

@@ -9,7 +9,7 @@ MATH                     256                  all tiles of this block are done; 
 AMAX                     256                  both math warpgroups have written their row maxima
 STAGING + warpgroup      128                  the warpgroup's stores are issued; one thread reports
 
-Waits are bounded: a wait longer than `timeout_ms` writes {tag, rank, block, thread, info, have, want}
+Waits for other blocks are bounded: one longer than `timeout_ms` writes {tag, rank, block, thread, info, have, want}
 to its tag's slot of pinned host memory and, 100 ms later, stores to address 0, which ends the launch
 with an illegal-address error.
 `__trap()` would make ptxas give the math branch 168 registers and spill in its K loop, and any printf

@@ -12,6 +12,8 @@ from ..schedule import Schedule
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES_BF16 = 2
+MAX_ROUTE_STEPS = 8
+"""Routes a thread keeps in registers between counting and listing them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,14 @@ class Plan:
 
     @property
     def route_steps(self) -> int:
-        """Routes that one thread of the grid looks at, at capacity."""
+        """Routes that one thread holds at once: those of the capacity, at most MAX_ROUTE_STEPS."""
         routes = self.layout.capacity * self.problem.num_topk
-        return -(-routes // (self.schedule.num_sms * self.schedule.threads))
+        return min(-(-routes // (self.schedule.num_sms * self.schedule.threads)), MAX_ROUTE_STEPS)
+
+    @property
+    def route_batch(self) -> int:
+        """Routes that the grid lists in one round."""
+        return self.route_steps * self.schedule.num_sms * self.schedule.threads
 
     @property
     def row_chunk(self) -> int:

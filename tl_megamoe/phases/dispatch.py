@@ -87,53 +87,67 @@ def warm_l2(plan: Plan, p: Params, grid_block):
 
 @T.macro
 def route(plan: Plan, p: Params, shared: Shared, grid_block):
-    """List every route of this rank at its expert's rank, and count it. All threads."""
+    """List every route of this rank at its expert's rank, and count it. All threads.
+
+    In rounds of `route_batch` routes, one round for most capacities: count by expert in shared
+    memory, reserve that many places in the expert's list, write the routes there.
+    """
     problem, s = plan.problem, plan.schedule
     steps = plan.route_steps
     tx = T.get_thread_binding()
     expert = T.alloc_local((steps,), "int32")
     place = T.alloc_local((steps,), "int32")
+    first = T.alloc_var("int32", init=0)
     i = T.alloc_var("int32")
     count = T.alloc_var("int32")
-    i = tx
-    while i < problem.num_experts:
-        shared.tables[shared.counts.at(i)] = 0
-        i += s.threads
-    barriers.sync(barriers.BLOCK, s.threads)
-    for step in T.unroll(steps):
-        expert[step] = -1
-        place[step] = 0
-        i = (step * s.num_sms + grid_block) * s.threads + tx
-        if i < p.num_tokens * problem.num_topk:
-            expert[step] = T.Cast("int32", p.topk_idx[i // problem.num_topk, i % problem.num_topk])
-    for step in T.unroll(steps):
-        if (expert[step] >= 0) & (expert[step] < problem.num_experts):
-            place[step] = T.atomic_add(shared.counts[expert[step]], 1, return_prev=True)
-    barriers.sync(barriers.BLOCK, s.threads)
-    i = tx
-    while i < problem.num_experts:
-        count = shared.counts[i]
-        if count > 0:
-            shared.tables[shared.counts.at(i)] = barriers.fetch_add(
-                p.workspace, plan.counter("expert_send_count") + i, count
-            )
-        i += s.threads
-    barriers.sync(barriers.BLOCK, s.threads)
-    for step in T.unroll(steps):
-        if (expert[step] >= 0) & (expert[step] < problem.num_experts):
-            routes = peer_tensor(
-                plan,
-                p.peers,
-                expert[step] // problem.num_local_experts,
-                "src_routes",
-                plan.layout.sections["src_routes"].shape,
-            )
-            routes[
-                expert[step] % problem.num_local_experts,
-                p.rank,
-                shared.counts[expert[step]] + place[step],
-            ] = (step * s.num_sms + grid_block) * s.threads + tx
-    barriers.sync(barriers.BLOCK, s.threads)
+    while first < p.num_tokens * problem.num_topk:
+        i = tx
+        while i < problem.num_experts:
+            shared.tables[shared.counts.at(i)] = 0
+            i += s.threads
+        barriers.sync(barriers.BLOCK, s.threads)
+        for step in T.unroll(steps):
+            expert[step] = -1
+            place[step] = 0
+            i = first + (step * s.num_sms + grid_block) * s.threads + tx
+            if i < p.num_tokens * problem.num_topk:
+                expert[step] = _expert_or_none(
+                    p.topk_idx[i // problem.num_topk, i % problem.num_topk], problem.num_experts
+                )
+        for step in T.unroll(steps):
+            if expert[step] >= 0:
+                place[step] = T.atomic_add(shared.counts[expert[step]], 1, return_prev=True)
+        barriers.sync(barriers.BLOCK, s.threads)
+        i = tx
+        while i < problem.num_experts:
+            count = shared.counts[i]
+            if count > 0:
+                shared.tables[shared.counts.at(i)] = barriers.fetch_add(
+                    p.workspace, plan.counter("expert_send_count") + i, count
+                )
+            i += s.threads
+        barriers.sync(barriers.BLOCK, s.threads)
+        for step in T.unroll(steps):
+            if expert[step] >= 0:
+                routes = peer_tensor(
+                    plan,
+                    p.peers,
+                    expert[step] // problem.num_local_experts,
+                    "src_routes",
+                    plan.layout.sections["src_routes"].shape,
+                )
+                routes[
+                    expert[step] % problem.num_local_experts,
+                    p.rank,
+                    shared.counts[expert[step]] + place[step],
+                ] = first + (step * s.num_sms + grid_block) * s.threads + tx
+        barriers.sync(barriers.BLOCK, s.threads)
+        first += plan.route_batch
+
+
+def _expert_or_none(index, num_experts: int):
+    """A route's expert as int32, -1 when out of range; compared before it is narrowed."""
+    return T.if_then_else((index >= 0) & (index < num_experts), T.Cast("int32", index), T.int32(-1))
 
 
 @T.macro

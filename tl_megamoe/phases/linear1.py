@@ -85,11 +85,15 @@ def activate(plan: Plan, p: Params, gate, up):
 
 @T.macro
 def quantise(plan: Plan, wg, acc, codes, inverse, shared: Shared, q):
-    """Unit q of this warpgroup as FP8 codes in its staging rows."""
+    """Unit q of this warpgroup as FP8 codes in staging.
+
+    A warp keeps to the 2 KiB of its own that linear2 gives it (16 rows of each unit): another warp
+    may still read its rows of the linear2 tile before.
+    """
     for i, j in T.Parallel(64, 64):
         codes[i, j] = T.Cast(FP8, acc.left[q][i, j] * inverse[i])
     for i, j in T.Parallel(64, 64):
-        shared.staging_fp8[wg * 128 + q * 64 + i, j] = codes[i, j]
+        shared.staging_fp8[wg * 128 + i // 16 * 32 + q * 16 + i % 16, j] = codes[i, j]
 
 
 @T.macro
@@ -176,12 +180,12 @@ def finish(plan: Plan, p: Params, shared: Shared, acc, wg, at, turn: T.Ref):
     # 16-byte stores, 4 lanes a 64-column row; a warp reads only the staging rows it wrote.
     for q in units:
         for step in (0, 1):
-            row = warp * 16 + step * 8 + lane // 4
+            row = step * 8 + lane // 4
             for u in T.vectorized(16):
                 p.l2_acts[
-                    block * s.block_m + (q * 64 if columns_split else wg * 64) + row,
+                    block * s.block_m + (q * 64 if columns_split else wg * 64) + warp * 16 + row,
                     tile * 128 + (wg * 64 if columns_split else q * 64) + lane % 4 * 16 + u,
-                ] = shared.staging_fp8[wg * 128 + q * 64 + row, lane % 4 * 16 + u]
+                ] = shared.staging_fp8[wg * 128 + warp * 32 + q * 16 + row, lane % 4 * 16 + u]
     T.sync_warp()
     # Pairs with linear2's load: our plain stores, its TMA. The barrier gathers the warpgroup's
     # stores behind the one release.
