@@ -16,7 +16,7 @@ from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
 
-from .table import COLUMNS, read_table, table_path, update_summary, write_atomically
+from .table import COLUMNS, locked_folder, read_table, table_path, update_summary, write_atomically
 
 EVIDENCE = (
     "num_tokens",
@@ -173,32 +173,34 @@ def freeze(
     for row in rows:
         schedule_of(row).check(problem, recipe)
     path = schedules / device / f"{problem.name}.json"
-    entries = entries_of(rows)
-    if path.exists():
-        old = read_frozen(path)
-        if old.problem == whole_sizes(problem):
-            mine = (problem.table_num_ranks, problem.rank_mode)
-            entries += [
-                {
-                    "num_ranks": e.num_ranks,
-                    "rank_mode": e.rank_mode,
-                    "max_tokens": e.max_tokens,
-                    "schedule": e.schedule.to_dict(),
-                    **e.evidence,
-                }
-                for e in old.entries
-                if (e.num_ranks, e.rank_mode) != mine
-            ]
-    entries.sort(key=lambda e: (e["num_ranks"], e["rank_mode"], e["max_tokens"]))
-    data = {
-        "schema": SCHEMA,
-        "problem": {"name": problem.name, **whole_sizes(problem)},
-        "device": device,
-        "entries": entries,
-    }
-    write_atomically(path, json.dumps(data, indent=1) + "\n")
-    known = {name for name in rows[0] if name in COLUMNS}
-    update_summary(
-        results / device / "summary.csv", [{k: r[k] for k in known if k != "schema"} for r in rows]
-    )
+    with locked_folder(results / device):
+        entries = entries_of(rows)
+        if path.exists():
+            old = read_frozen(path)
+            if old.problem == whole_sizes(problem):
+                mine = (problem.table_num_ranks, problem.rank_mode)
+                entries += [
+                    {
+                        "num_ranks": e.num_ranks,
+                        "rank_mode": e.rank_mode,
+                        "max_tokens": e.max_tokens,
+                        "schedule": e.schedule.to_dict(),
+                        **e.evidence,
+                    }
+                    for e in old.entries
+                    if (e.num_ranks, e.rank_mode) != mine
+                ]
+        entries.sort(key=lambda e: (e["num_ranks"], e["rank_mode"], e["max_tokens"]))
+        data = {
+            "schema": SCHEMA,
+            "problem": {"name": problem.name, **whole_sizes(problem)},
+            "device": device,
+            "entries": entries,
+        }
+        write_atomically(path, json.dumps(data, indent=1) + "\n")
+        known = {name for name in rows[0] if name in COLUMNS}
+        update_summary(
+            results / device / "summary.csv",
+            [{k: r[k] for k in known if k != "schema"} for r in rows],
+        )
     return path, rows

@@ -250,6 +250,17 @@ def _locked(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock: for files that are read, changed and replaced."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
