@@ -298,15 +298,15 @@ def _say_rejections(options: Any) -> None:
     """What the rules removed from the space; a space that loses points may surprise."""
     from .space import enumerate_candidates
 
-    for tokens in options.tokens[:1]:
-        found = enumerate_candidates(options.problem, tokens, options.space, options.recipe)
-        if found.num_rejected:
-            rules = ", ".join(f"{field} {count}" for field, count in found.rejections.items())
-            print(
-                f"{found.num_rejected} of {found.num_points} points of the space break a rule "
-                f"({rules}); tl-megamoe list explains",
-                file=sys.stderr,
-            )
+    tokens = options.tokens[0]  # the rules do not depend on it
+    found = enumerate_candidates(options.problem, tokens, options.space, options.recipe)
+    if found.num_rejected:
+        rules = ", ".join(f"{field} {count}" for field, count in found.rejections.items())
+        print(
+            f"{found.num_rejected} of {found.num_points} points of the space break a rule "
+            f"({rules}); tl-megamoe list explains",
+            file=sys.stderr,
+        )
 
 
 def _check_routing(problem: Problem, routing: str) -> None:

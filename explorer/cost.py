@@ -2,7 +2,8 @@
 
 It ranks without a GPU and orders the candidates of a limited search. It is no substitute for a
 measurement: rows that rest on it say `source=model`. Fields that it does not see (load_warps,
-registers) tie. All constants are for an H200; where they come from stands beside them.
+registers) tie. All constants are for an H200; where they come from stands beside them. Times named
+there were measured on prototypes of these kernels, not on this repository's.
 """
 
 from __future__ import annotations

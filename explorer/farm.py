@@ -246,15 +246,17 @@ class Farm:
                     spec = todo.get_nowait()
                 except queue.Empty:
                     break
-                if child is None:
-                    child = Child(_Builder, (self.build,))
-                    children.add(child)
+                result: BuildResult | None
                 try:
+                    if child is None:
+                        child = Child(_Builder, (self.build,))
+                        children.add(child)
                     result = self._build_one(child, spec)
                 except Exception as error:  # a spec is answered whatever happens to its thread
                     result = BuildResult("compile_error", None, f"{type(error).__name__}: {error}")
                 if result is None or result.status == "timeout":
-                    children.discard(child)
+                    if child is not None:
+                        children.discard(child)
                     child = None
                     result = result or BuildResult("compile_error", None, "the compiler crashed")
                 finished.put((spec, result))

@@ -162,3 +162,17 @@ def test_digest_follows_the_sources() -> None:
     root = Path(str(farm_module.tl_megamoe.__file__)).parent
     for pattern in farm_module.KERNEL_SOURCES:
         assert list(root.glob(pattern)), pattern
+
+
+def test_a_process_that_cannot_start_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError("out of processes")
+
+    monkeypatch.setattr("tl_megamoe.explorer.farm.Child", refuse)
+    wanted = [spec(WORKS), spec(SPILLS)]
+    found = make_farm(tmp_path).run(wanted)
+    assert {r.status for r in found.values()} == {"compile_error"}
+    assert len(found) == 2
+    assert all("out of processes" in r.reason for r in found.values())

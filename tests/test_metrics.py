@@ -38,7 +38,6 @@ def test_by_hand() -> None:
     total = 3 * (3 * 256 * 128) + 10 * (2 * 256 + 2 * 128 + 4 * 256) + 5 * 2 * 256
     assert metrics.hbm_bytes(p, 5, 3, 10) == total
     assert metrics.hbm_gbs(p, 5, 3, 10, 2.0) == pytest.approx(total / 2e-6 / 1e9)
-    assert metrics.nvlink_bytes(p, 7) == 7 * 512
     assert metrics.memory_floor_us(p, 5, 3) == pytest.approx(
         (3 * 3 * 256 * 128 + 5 * 256 * 3) / 4.589e12 * 1e6
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .problem import SCALE_BLOCK, Problem
+from .problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,15 +104,6 @@ def hbm_bytes(problem: Problem, num_tokens: int, touched: int, pairs: int) -> in
 def hbm_gbs(problem: Problem, num_tokens: int, touched: int, pairs: int, time_us: float) -> float:
     """Gigabytes (1e9) a second of `hbm_bytes` in `time_us` microseconds."""
     return hbm_bytes(problem, num_tokens, touched, pairs) / (time_us * 1e3)
-
-
-def nvlink_bytes(problem: Problem, remote_pairs: int) -> int:
-    """Bytes of the busier direction for pairs whose token lives on another rank.
-
-    In: the FP8 row, its scales and the routing weight. Out: the BF16 row.
-    """
-    incoming = problem.hidden + 4 * (problem.hidden // SCALE_BLOCK) + 4
-    return remote_pairs * max(incoming, 2 * problem.hidden)
 
 
 def ratio(time_us: float, floor: float) -> float:
