@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import tl_megamoe
-from tl_megamoe.frozen import device_key, resolve, schedules_root
+from tl_megamoe.frozen import RANK_MODES, device_key, resolve, schedules_root
 from tl_megamoe.kernel import PHASES
+from tl_megamoe.layout import MAX_RANKS
 from tl_megamoe.problem import PRESETS, Problem, load_problem
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule
 
+from . import check
 from .doctor import diagnose, find_gpu
 
 SIZES = ("hidden", "intermediate", "num_experts", "num_topk", "num_ranks")
@@ -67,14 +70,20 @@ def make_parser() -> argparse.ArgumentParser:
 
     listing = add("list", run_list, "List the candidates, and how many each rule rejects.")
     _add_problem(listing)
+    _add_ranks(listing)
     _add_space(listing)
+    _add_recipe(listing, "recipe that the kernels run")
     listing.add_argument("--tokens", type=_one_count, default=512, help="token count (512)")
     listing.add_argument("--names", action="store_true", help="print names only")
 
     search = add("search", run_search, "Compile, check and time candidates; append rows.")
     _add_problem(search)
+    _add_ranks(search)
     _add_space(search)
-    search.add_argument("--tokens", type=_counts, required=True, help="as 16,512,8192")
+    _add_recipe(search, "recipe that the kernels run")
+    search.add_argument(
+        "--tokens", type=_counts, required=True, help="tokens a rank contributes, as 16,512,8192"
+    )
     search.add_argument("--routing", default="uniform", help="uniform, zipf:<exponent>, skew, hot1")
     search.add_argument("--seed", type=int, default=0, help="of weights, inputs and order")
     search.add_argument("--phase", choices=PHASES, default="fused", help="whole layer or one phase")
@@ -97,6 +106,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     report = add("report", run_report, "Print ranked tables.")
     _add_problem(report)
+    _add_ranks(report)
+    _add_recipe(report, "only rows of this recipe", default=None)
     report.add_argument("--tokens", type=_counts, help="only these counts")
     report.add_argument("--out", type=Path, default=DEFAULT_RESULTS, help="results folder")
     report.add_argument("--device", help="as nvidia-h200 (all with rows)")
@@ -105,13 +116,18 @@ def make_parser() -> argparse.ArgumentParser:
 
     freeze = add("freeze", run_freeze, "Freeze the best measured candidates for the op.")
     _add_problem(freeze)
+    _add_ranks(freeze)
+    _add_recipe(freeze, "rows of this recipe; the entries serve all")
     freeze.add_argument("--out", type=Path, default=DEFAULT_RESULTS, help="results folder")
     freeze.add_argument("--device", help="as nvidia-h200 (this machine's GPU)")
     freeze.add_argument("--routing", default="uniform", help="rows of this routing")
     freeze.add_argument("--schedules", type=Path, help="folder of the frozen files")
 
+    check.add_parser(add, _add_problem)
+
     why = add("why", run_why, "Say which schedule the op runs, and where it came from.")
     _add_problem(why)
+    _add_ranks(why)
     why.add_argument("--tokens", type=_one_count, required=True)
     why.add_argument("--capacity", type=_one_count, help="buffer tokens (those of --tokens)")
     why.add_argument("--device", help="as nvidia-h200 (this machine's GPU)")
@@ -124,6 +140,31 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--problem", help=f"{', '.join(PRESETS)}, or a .toml file")
     for name in SIZES:
         group.add_argument(f"--{name.replace('_', '-')}", type=_one_count)
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks", "how the layer runs; one rank of --num-ranks if not")
+    group.add_argument(
+        "--ranks", type=_one_count, help="ranks that run; sets --num-ranks unless the mode is one"
+    )
+    group.add_argument(
+        "--rank-mode",
+        choices=RANK_MODES,
+        default="one",
+        help="one: a rank alone, which gets all routes; virtual: all ranks share this GPU; real: a "
+        "GPU a rank (one)",
+    )
+
+
+def _add_recipe(
+    parser: argparse.ArgumentParser, text: str, default: str | None = str(Recipe())
+) -> None:
+    parser.add_argument(
+        "--recipe",
+        choices=[str(recipe) for recipe in ALL_RECIPES],
+        default=default,
+        help=f"{text} ({default or 'all'})",
+    )
 
 
 def _add_space(parser: argparse.ArgumentParser) -> None:
@@ -152,20 +193,60 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """The problem as one of its ranks runs it.
+    """The problem as one of its ranks runs it, alone.
+
+    Raises:
+        ValueError: neither a problem nor all its sizes.
+    """
+    return whole_problem(args).one_rank()
+
+
+def running_problem(args: argparse.Namespace) -> tuple[Problem, str]:
+    """The problem as it runs, and the rank mode.
+
+    Raises:
+        ValueError: as `problem_of`, or --ranks does not agree with --rank-mode or --num-ranks.
+    """
+    ranks, mode = args.ranks, str(args.rank_mode)
+    if mode == "one":
+        if ranks not in (None, 1):
+            raise ValueError(
+                f"--ranks {ranks} with --rank-mode one: one rank runs alone. To run {ranks} on "
+                f"this GPU add --rank-mode virtual; for one of {ranks} ranks write --num-ranks "
+                f"{ranks}"
+            )
+        return problem_of(args), mode
+    if ranks is None:
+        raise ValueError(f"--rank-mode {mode} needs the number of ranks that run, as --ranks 4")
+    if args.num_ranks not in (None, ranks):
+        raise ValueError(
+            f"--num-ranks {args.num_ranks} and --ranks {ranks}: with --rank-mode {mode} all ranks "
+            "of the layer run; give --ranks alone"
+        )
+    if ranks > MAX_RANKS:
+        raise ValueError(f"--ranks {ranks} exceeds {MAX_RANKS}, the most ranks of one launch")
+    return whole_problem(argparse.Namespace(**{**vars(args), "num_ranks": ranks})), mode
+
+
+def whole_problem(args: argparse.Namespace) -> Problem:
+    """The problem over all its ranks.
 
     Raises:
         ValueError: neither a problem nor all its sizes.
     """
     sizes = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if args.problem is not None:
-        return load_problem(args.problem, **sizes).one_rank()
+        return load_problem(args.problem, **sizes)
     missing = [name for name in SIZES if name not in sizes and name != "num_ranks"]
     if missing:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise ValueError(f"no --problem given (a preset or a .toml file), and no {flags} either")
     name = "h{hidden}-i{intermediate}-e{num_experts}-k{num_topk}".format(**sizes)
-    return Problem(name=name, **sizes).one_rank()
+    return Problem(name=name, **sizes)
+
+
+def _recipe_of(args: argparse.Namespace) -> Recipe:
+    return Recipe.parse(args.recipe)
 
 
 def _device_of(args: argparse.Namespace) -> str:
@@ -197,15 +278,21 @@ def run_list(args: argparse.Namespace) -> int:
     from .cost import predict
     from .space import best_by_model, enumerate_candidates, load_space
 
-    problem = problem_of(args)
-    candidates = enumerate_candidates(problem, args.tokens, load_space(args.space))
-    ranked = best_by_model(candidates, problem, args.tokens, args.limit)
+    problem, mode = running_problem(args)
+    recipe, gpu_ranks = _recipe_of(args), problem.num_ranks if mode == "virtual" else 1
+    candidates = enumerate_candidates(
+        problem, args.tokens, load_space(args.space), recipe, gpu_ranks=gpu_ranks
+    )
+    ranked = best_by_model(
+        candidates, problem, args.tokens, args.limit, recipe=recipe, gpu_ranks=gpu_ranks
+    )
     if args.names:
         print("\n".join(s.name for s in ranked))
         return 0
     kernels = len({s.kernel_key() for s in candidates.schedules})
+    ranks = "" if mode == "one" else f"{problem.num_ranks} {mode} ranks, "
     print(
-        f"{problem.name}, {args.tokens} tokens, space {args.space}: "
+        f"{problem.name}, {ranks}{args.tokens} tokens, space {args.space}: "
         f"{len(candidates.schedules)} candidates in {kernels} kernels"
     )
     print(f"{candidates.num_rejected} of {candidates.num_points} points break a rule")
@@ -217,7 +304,8 @@ def run_list(args: argparse.Namespace) -> int:
     print("candidates by predicted time, us:")
     for schedule in ranked:
         words = " ".join(names.get(schedule, []))
-        us = predict(problem, schedule, args.tokens).total_us
+        found = predict(problem, schedule, args.tokens, recipe=recipe, gpu_ranks=gpu_ranks)
+        us = found.total_us
         print(f"  {us:9.1f}  {schedule.name}  {words}".rstrip())
     return 0
 
@@ -231,7 +319,13 @@ def run_search(args: argparse.Namespace) -> int:
     from .space import load_space
     from .table import read_table
 
-    problem = problem_of(args)
+    problem, mode = running_problem(args)
+    if mode == "real":
+        raise ValueError(
+            "--rank-mode real: search times what one GPU runs; a GPU a rank is not timed yet. "
+            "Search with --rank-mode virtual, or check real ranks with: torchrun "
+            "--nproc_per_node=N -m tl_megamoe.explorer check"
+        )
     capacity = args.capacity or max(args.tokens)
     if capacity < max(args.tokens):
         raise ValueError(f"capacity={capacity} is below the {max(args.tokens)} of --tokens")
@@ -244,6 +338,8 @@ def run_search(args: argparse.Namespace) -> int:
         space=load_space(args.space),
         results=args.out,
         capacity=capacity,
+        rank_mode=mode,
+        recipe=_recipe_of(args),
         phase=args.phase,
         routing=args.routing,
         seed=args.seed,
@@ -280,7 +376,10 @@ def run_search(args: argparse.Namespace) -> int:
     )
     frame = read_table(done.path)
     device = MODEL_DEVICE if gpu is None else device_key(gpu)
-    print(render(_select(frame, problem, args.tokens, device, args.phase), args.top))
+    rows = _select(
+        frame, problem, mode, args.tokens, device=device, phase=args.phase, recipe=args.recipe
+    )
+    print(render(rows, args.top))
     return 0
 
 
@@ -299,7 +398,9 @@ def _say_rejections(options: Any) -> None:
     from .space import enumerate_candidates
 
     tokens = options.tokens[0]  # the rules do not depend on it
-    found = enumerate_candidates(options.problem, tokens, options.space, options.recipe)
+    found = enumerate_candidates(
+        options.problem, tokens, options.space, options.recipe, gpu_ranks=options.gpu_ranks
+    )
     if found.num_rejected:
         rules = ", ".join(f"{field} {count}" for field, count in found.rejections.items())
         print(
@@ -319,39 +420,41 @@ def _check_routing(problem: Problem, routing: str) -> None:
 def _select(
     frame: Any,
     problem: Problem,
+    rank_mode: str,
     tokens: tuple[int, ...] | None,
-    device: str | None,
-    phase: str | None,
+    **wanted: str | None,
 ) -> Any:
+    """Rows of a problem, of some token counts (all when None) and some columns' values."""
     from .freeze import rows_of
 
-    rows = rows_of(frame, problem)
+    rows = rows_of(frame, problem, rank_mode)
     if tokens is not None:
         rows = rows[rows["num_tokens"].isin(list(tokens))]
-    if device is not None:
-        rows = rows[rows["device"] == device]
-    if phase is not None:
-        rows = rows[rows["phase"] == phase]
+    for name, value in wanted.items():
+        if value is not None:
+            rows = rows[rows[name] == value]
     return rows
 
 
 def run_report(args: argparse.Namespace) -> int:
     import pandas as pd
 
+    from .freeze import flags_of
     from .report import render
     from .table import read_table
 
-    problem = problem_of(args)
+    problem, mode = running_problem(args)
     device = device_key(args.device) if args.device else None
     pattern = f"{device or '*'}/{problem.name}.csv"
     paths = sorted(args.out.glob(pattern))
-    frames = [_select(read_table(p), problem, args.tokens, device, None) for p in paths]
+    wanted = {"device": device, "recipe": args.recipe}
+    frames = [_select(read_table(p), problem, mode, args.tokens, **wanted) for p in paths]
     frames = [frame for frame in frames if len(frame)]
     if not frames:
         raise ValueError(
-            f"no rows of problem {problem.name!r}"
+            f"no rows of problem {problem.name!r} with {problem.table_num_ranks} ranks ({mode})"
             f"{f' at {args.tokens} tokens' if args.tokens else ''} in {args.out / pattern}. "
-            f"Make some with: tl-megamoe search {problem.flags()} --tokens 512"
+            f"Make some with: tl-megamoe search {flags_of(problem, mode)} --tokens 512"
         )
     frame = pd.concat(frames, ignore_index=True)
     if args.csv:
@@ -366,7 +469,16 @@ def run_freeze(args: argparse.Namespace) -> int:
     from .freeze import freeze
 
     root = args.schedules or schedules_root()
-    path, rows = freeze(problem_of(args), _device_of(args), args.out, root, routing=args.routing)
+    problem, mode = running_problem(args)
+    path, rows = freeze(
+        problem,
+        _device_of(args),
+        args.out,
+        root,
+        recipe=_recipe_of(args),
+        routing=args.routing,
+        rank_mode=mode,
+    )
     print(f"{path}: {len(rows)} entries")
     for kernel in sorted({str(row["kernel"]) for row in rows} - {kernel_digest()}):
         print(
@@ -385,11 +497,15 @@ def run_freeze(args: argparse.Namespace) -> int:
 def run_why(args: argparse.Namespace) -> int:
     from .farm import kernel_digest
 
-    problem, device = problem_of(args), _device_of(args)
+    (problem, mode), device = running_problem(args), _device_of(args)
     capacity = args.capacity or args.tokens
-    found = resolve(problem, device, capacity, args.tokens, root=args.schedules, quiet=True)
+    found = resolve(
+        problem, device, capacity, args.tokens, root=args.schedules, quiet=True, rank_mode=mode
+    )
     print(f"schedule  {found.schedule.name}")
     print(f"origin    {found.origin}: {found.message}")
+    if mode == "virtual":
+        print(f"grid      num_sms is cut to a rank's part, the GPU's SMs // {problem.num_ranks}")
     if found.entry is not None:
         if found.entry.evidence.get("kernel") != kernel_digest():
             print(f"measured  with another kernel than this one ({kernel_digest()})")

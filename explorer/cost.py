@@ -3,7 +3,8 @@
 It ranks without a GPU and orders the candidates of a limited search. It is no substitute for a
 measurement: rows that rest on it say `source=model`. Fields that it does not see (load_warps,
 registers) tie. All constants are for an H200; where they come from stands beside them. Times named
-there were measured on prototypes of these kernels, not on this repository's.
+there were measured on cooperative prototypes of these kernels, not on this repository's; pingpong
+follows from them and was fitted to nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from statistics import NormalDist
 
 from tl_megamoe.metrics import HBM_READ_TBS
 from tl_megamoe.problem import Problem
-from tl_megamoe.schedule import BLOCK_K, Schedule
+from tl_megamoe.recipe import Recipe
+from tl_megamoe.schedule import BLOCK_K, MATH_WARPS, Schedule
 
 CLOCK_GHZ = 1.455
 """SM clock under sustained FP8 load at the 700 W limit (of 1.98 GHz; measured after 0.3 s)."""
@@ -30,7 +32,8 @@ K_BLOCK_CLOCKS, to stand-alone linear1 and linear2 at 8192 tokens (128 x 256: 13
 K_BLOCK_CLOCKS = 120
 """Clocks a K block takes besides: barrier waits and WGMMA's start."""
 EPILOGUE = {1: 1.07, 2: 1.12}
-"""Tile time with its epilogue over the time of its K loop; profiled for linear1 and linear2."""
+"""Tile time with its epilogue over the time of its K loop; profiled for linear1 and linear2. In
+pingpong 1: one warpgroup's epilogue lies under the other's K loop."""
 START_US = 7.0
 """Until the counts are known and the first tile starts, from stamps."""
 TAIL_US = 12.0
@@ -95,29 +98,46 @@ def uniform_counts(problem: Problem, num_tokens: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def k_block_clocks(block_m: int, block_n: int) -> float:
+def k_block_clocks(block_m: int, block_n: int, promotions: int = 1) -> float:
     """Clocks of one K block of a tile: the tensor cores, or the shared memory that feeds them.
 
     Shared memory takes the fill of both operands and each 64 x 128 unit's reads of them: 128 x 128
-    640 clocks against 512 of tensor work, 128 x 256 1152 against 1024.
+    640 clocks against 512 of tensor work, 128 x 256 1152 against 1024. Two warpgroups promote side
+    by side, whether they share the tile or have one each.
+
+    Args:
+        block_m: rows of the tile.
+        block_n: columns of the tile.
+        promotions: how often a unit is promoted, once a scale.
     """
     units = block_m * block_n // (64 * 128)
     fill = (block_m + block_n) * BLOCK_K
     reads = units * (64 + 128) * BLOCK_K
     memory = (fill + reads) / SMEM_BYTES_PER_CLOCK
     tensor = block_m * block_n * BLOCK_K / TENSOR_MACS_PER_CLOCK
-    return max(memory, tensor) + PROMOTE_CLOCKS * units / 2 + K_BLOCK_CLOCKS
+    return max(memory, tensor) + promotions * PROMOTE_CLOCKS * units / 2 + K_BLOCK_CLOCKS
 
 
-def _tile_us(problem: Problem, schedule: Schedule, phase: int, weight_passes: float) -> float:
-    """One tile alone on an SM: its K loops, or its share of memory bandwidth for its weights."""
+def _tile_us(
+    problem: Problem,
+    schedule: Schedule,
+    phase: int,
+    weight_passes: float,
+    promotions: int,
+    gpu_ranks: int,
+) -> float:
+    """An SM's time for one tile: its K loops, or its share of memory bandwidth for its weights.
+
+    In pingpong two tiles are under way and each takes twice as long.
+    """
     block_n = schedule.linear1_block_n if phase == 1 else schedule.linear2_block_n
     k = problem.hidden if phase == 1 else problem.intermediate
     loops = 256 // block_n if phase == 1 else 1
-    clocks = loops * (k // BLOCK_K) * k_block_clocks(schedule.block_m, block_n)
-    math_us = clocks * EPILOGUE[phase] / (CLOCK_GHZ * 1e3)
+    clocks = loops * (k // BLOCK_K) * k_block_clocks(schedule.block_m, block_n, promotions)
+    epilogue = 1.0 if schedule.pingpong else EPILOGUE[phase]
+    math_us = clocks * epilogue / (CLOCK_GHZ * 1e3)
     weights = weight_passes * loops * block_n * k
-    memory_us = weights * schedule.num_sms / (HBM_READ_TBS * 1e6)
+    memory_us = weights * schedule.num_sms * gpu_ranks / (HBM_READ_TBS * 1e6)
     return max(math_us, memory_us)
 
 
@@ -146,14 +166,19 @@ def predict(
     schedule: Schedule,
     num_tokens: int,
     counts: tuple[int, ...] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    gpu_ranks: int = 1,
 ) -> Prediction:
-    """Predict one launch.
+    """Predict one launch of one rank.
 
     Args:
         problem: the layer as the rank runs it.
         schedule: a valid schedule.
         num_tokens: tokens the rank contributes.
         counts: rows each local expert receives; those of uniform routing when None.
+        recipe: a group of 64 columns promotes linear2 twice a K block.
+        gpu_ranks: ranks that run on the GPU at once and share its memory bandwidth.
     """
     counts = uniform_counts(problem, num_tokens) if counts is None else counts
     rows, touched = sum(counts), sum(c > 0 for c in counts)
@@ -161,25 +186,28 @@ def predict(
     n1, n2 = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     # An expert's weights come from HBM once; its further pool blocks find them in L2.
     passes = touched / max(blocks, 1)
-    tile1 = _tile_us(problem, schedule, 1, passes)
-    tile2 = _tile_us(problem, schedule, 2, passes)
+    scales = (recipe or Recipe()).scales_per_k_block
+    tile1 = _tile_us(problem, schedule, 1, passes, 1, gpu_ranks)
+    tile2 = _tile_us(problem, schedule, 2, passes, scales, gpu_ranks)
     tasks = blocks * (n1 + n2)
+    at_once = MATH_WARPS // schedule.tile_warps
     # The last round of the grid counts as a whole one.
-    rounds = -(-tasks // schedule.num_sms) / tasks if tasks else 0.0
+    rounds = -(-tasks // (at_once * schedule.num_sms)) * at_once / tasks if tasks else 0.0
+    sms = schedule.num_sms * gpu_ranks
     prefetched_us = (
-        schedule.num_sms * schedule.prefetch * 256 * BLOCK_K / (HBM_READ_TBS * 1e6)
-        if touched
-        else 0.0
+        sms * schedule.prefetch * 256 * BLOCK_K / (HBM_READ_TBS * 1e6) if touched else 0.0
     )
     slots = schedule.num_sms * schedule.row_slots
-    pull_us = rows * problem.hidden * PULL_LATENCY_US / (slots * schedule.row_chunk(problem))
+    pull_us = (
+        rows * problem.hidden * PULL_LATENCY_US / (slots * schedule.row_chunk(problem, recipe))
+    )
     combine_bytes = 2 * problem.hidden * (rows + num_tokens)
     return Prediction(
         start_us=START_US - min(L2_FILL_US, prefetched_us),
         dispatch_us=PULL_EXPOSED * pull_us,
         linear1_us=blocks * n1 * tile1 * rounds,
         linear2_us=blocks * n2 * tile2 * rounds,
-        stall_us=_stall_us(schedule, blocks, touched, (n1, n2), max(tile1, tile2)),
-        combine_us=combine_bytes / (COMBINE_TBS * 1e6),
+        stall_us=_stall_us(schedule, blocks, touched, (n1, n2), at_once * max(tile1, tile2)),
+        combine_us=combine_bytes * gpu_ranks / (COMBINE_TBS * 1e6),
         tail_us=TAIL_US,
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tl_megamoe.frozen import device_key, schedules_root
+from tl_megamoe.layout import MAX_RANKS
 
 from .farm import ReportCache, package_version
 
@@ -65,6 +68,8 @@ def diagnose(root: Path | None = None) -> tuple[bool, list[tuple[str, str]]]:
     found.append(("kernel cache", str(ReportCache().root.parents[1])))
     gpus = gpu_lines()
     found += gpus or [("gpu", "none: search compiles and ranks by the cost model")]
+    found.append(("real ranks", real_ranks(count_gpus())))
+    found.append(("virtual ranks", virtual_ranks(os.environ)))
     for device in sorted(p for p in root.iterdir() if p.is_dir()):
         files = sorted(p.stem for p in device.glob("*.json"))
         if files:
@@ -73,6 +78,34 @@ def diagnose(root: Path | None = None) -> tuple[bool, list[tuple[str, str]]]:
     if gpu is not None and not list((root / device_key(gpu)).glob("*.json")):
         found.append((f"frozen for {device_key(gpu)}", "none: the built-in default runs"))
     return compiles, found
+
+
+def count_gpus() -> int:
+    """SM90 GPUs of this machine."""
+    return sum(text.endswith("kernels run here") for _, text in gpu_lines())
+
+
+def real_ranks(num_gpus: int) -> str:
+    """How many ranks with a GPU each can run here."""
+    if num_gpus < 2:
+        return f"{num_gpus} SM90 GPUs here, at least 2 needed"
+    return f"up to {min(num_gpus, MAX_RANKS)}, on {num_gpus} SM90 GPUs of this machine"
+
+
+def virtual_ranks(environment: Mapping[str, str]) -> str:
+    """Whether CUDA_DEVICE_MAX_CONNECTIONS allows ranks that share a GPU."""
+    from tl_megamoe.virtual import CONNECTIONS, MIN_CONNECTIONS
+
+    connections = environment.get(CONNECTIONS)
+    shown = f"{CONNECTIONS}={connections}"
+    if connections is None:
+        return (
+            f"{CONNECTIONS} is not set: search and check set it to {MIN_CONNECTIONS} for "
+            "themselves, other programs must before CUDA starts"
+        )
+    if not connections.isdigit() or int(connections) < MIN_CONNECTIONS:
+        return f"no: {shown}, set it to {MIN_CONNECTIONS} or unset it"
+    return f"up to {MAX_RANKS} on an SM90 GPU: {shown}"
 
 
 def gpu_lines() -> list[tuple[str, str]]:

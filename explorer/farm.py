@@ -155,6 +155,7 @@ def describe_spec(spec: KernelSpec) -> dict[str, Any]:
         "capacity": spec.capacity,
         "clamp": spec.clamp,
         "fast_math": spec.fast_math,
+        "debug": spec.debug,
     }
 
 

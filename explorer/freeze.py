@@ -42,8 +42,15 @@ def whole_sizes(problem: Problem) -> dict[str, int]:
     }
 
 
-def rows_of(frame: pd.DataFrame, problem: Problem) -> pd.DataFrame:
-    """Rows of exactly this problem: name, sizes, ranks and rank mode."""
+def flags_of(problem: Problem, rank_mode: str) -> str:
+    """The command-line flags that name a problem and how its ranks run."""
+    if rank_mode == "one":
+        return problem.flags()
+    return f"{problem.flags()} --ranks {problem.num_ranks} --rank-mode {rank_mode}"
+
+
+def rows_of(frame: pd.DataFrame, problem: Problem, rank_mode: str | None = None) -> pd.DataFrame:
+    """Rows of exactly this problem: name, sizes, ranks and rank mode (the problem's when None)."""
     wanted: dict[str, Any] = {
         "problem": problem.name,
         "hidden": problem.hidden,
@@ -51,7 +58,7 @@ def rows_of(frame: pd.DataFrame, problem: Problem) -> pd.DataFrame:
         "num_local_experts": problem.num_local_experts,
         "num_topk": problem.num_topk,
         "num_ranks": problem.table_num_ranks,
-        "rank_mode": problem.rank_mode,
+        "rank_mode": rank_mode or problem.rank_mode,
     }
     for name, value in wanted.items():
         frame = frame[frame[name] == value]
@@ -72,7 +79,11 @@ def latest(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_rows(
-    frame: pd.DataFrame, problem: Problem, recipe: Recipe, routing: str
+    frame: pd.DataFrame,
+    problem: Problem,
+    recipe: Recipe,
+    routing: str,
+    rank_mode: str | None = None,
 ) -> list[dict[str, Any]]:
     """The best measured `ok` row of each token count, by token count.
 
@@ -82,7 +93,8 @@ def best_rows(
     Raises:
         ValueError: there is no such row.
     """
-    rows = latest(rows_of(frame, problem))
+    rank_mode = rank_mode or problem.rank_mode
+    rows = latest(rows_of(frame, problem, rank_mode))
     rows = rows[
         (rows["status"] == "ok")
         & (rows["source"] == "measured")
@@ -94,9 +106,9 @@ def best_rows(
     if rows.empty:
         raise ValueError(
             f"problem {problem.name!r} with {problem.table_num_ranks} ranks "
-            f"({problem.rank_mode}), routing {routing!r} and recipe {recipe} has no measured ok "
-            f"row. Only measured rows can be frozen: run tl-megamoe search {problem.flags()} "
-            "--tokens ... on a GPU."
+            f"({rank_mode}), routing {routing!r} and recipe {recipe} has no measured ok "
+            f"row. Only measured rows can be frozen: run tl-megamoe search "
+            f"{flags_of(problem, rank_mode)} --tokens ... on a GPU."
         )
     ordered = rows.sort_values(["num_tokens", "ratio_to_floor", "median_us"], kind="stable")
     chosen = ordered.drop_duplicates("num_tokens", keep="first")
@@ -144,10 +156,12 @@ def freeze(
     *,
     recipe: Recipe | None = None,
     routing: str = "uniform",
+    rank_mode: str | None = None,
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Write a problem's frozen file and its rows of results/<device>/summary.csv.
 
-    Entries of other rank counts or modes in the file stay.
+    Entries of other rank counts or modes in the file stay. An entry serves every recipe: freezing
+    the rows of another one replaces it, and its evidence says which was measured.
 
     Args:
         problem: the layer as the rank runs it.
@@ -156,6 +170,7 @@ def freeze(
         schedules: folder of the frozen files.
         recipe: the recipe that was measured; the default one when None.
         routing: the routing that was measured.
+        rank_mode: `one`, `virtual` or `real`; the problem's when None.
 
     Returns:
         The file, and the rows that were frozen.
@@ -164,12 +179,13 @@ def freeze(
         ValueError: no measured ok row, or a corrupt or foreign file.
     """
     source = table_path(results, device, problem.name)
+    rank_mode = rank_mode or problem.rank_mode
     if not source.exists():
         raise ValueError(
-            f"no results at {source}: run tl-megamoe search {problem.flags()} --tokens ... "
-            "on that device first"
+            f"no results at {source}: run tl-megamoe search {flags_of(problem, rank_mode)} "
+            "--tokens ... on that device first"
         )
-    rows = best_rows(read_table(source), problem, recipe or Recipe(), routing)
+    rows = best_rows(read_table(source), problem, recipe or Recipe(), routing, rank_mode)
     for row in rows:
         schedule_of(row).check(problem, recipe)
     path = schedules / device / f"{problem.name}.json"
@@ -178,7 +194,7 @@ def freeze(
         if path.exists():
             old = read_frozen(path)
             if old.problem == whole_sizes(problem):
-                mine = (problem.table_num_ranks, problem.rank_mode)
+                mine = (problem.table_num_ranks, rank_mode)
                 entries += [
                     {
                         "num_ranks": e.num_ranks,

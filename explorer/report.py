@@ -18,6 +18,7 @@ MEASURED_COLUMNS = {
     "ratio_to_baseline": "/ default",
     "tflops": "TFLOP/s",
     "hbm_gbs": "GB/s",
+    "nvlink_gbs": "NVLink GB/s",
     "yardstick_tflops": "yardstick",
 }
 MODEL_COLUMNS = {
@@ -66,6 +67,7 @@ def render(frame: pd.DataFrame, top: int = 10) -> str:
         title = (
             f"{first['problem']}, {cell['num_tokens']} tokens, {first['num_ranks']} ranks "
             f"({first['rank_mode']}), {cell['routing']} routing, {cell['phase']}, "
+            f"{cell['recipe']}, "
             f"{'measured on' if measured else 'source=model, not measured:'} {cell['device']}"
         )
         good = rows[rows["status"] == "ok"]
@@ -74,7 +76,8 @@ def render(frame: pd.DataFrame, top: int = 10) -> str:
             text += f"; floor {good['floor_us'].iloc[0]:.1f} us"
         parts.append(text)
         if len(good):
-            shown = good.head(top)[list(columns)].rename(columns=columns)
+            held = [c for c in columns if c != "nvlink_gbs" or good[c].notna().any()]
+            shown = good.head(top)[held].rename(columns=columns)
             shown.index = pd.RangeIndex(1, len(shown) + 1)
             parts.append(shown.to_string(float_format=lambda v: f"{v:.4g}", na_rep="-"))
             best.append((cell, good.iloc[0]))

@@ -20,7 +20,7 @@ import tl_megamoe
 from tl_megamoe import frozen, metrics
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import Schedule
+from tl_megamoe.schedule import Schedule, default_schedule
 
 from .cost import predict, uniform_counts
 from .farm import NOT_BUILT, BuildResult, Farm, kernel_digest, package_version
@@ -51,8 +51,9 @@ class SearchOptions:
     """What to search.
 
     Attributes:
-        problem: the one-rank layer.
-        tokens: token counts, one cell each.
+        problem: the layer as it runs: the one-rank view, or over all virtual ranks.
+        rank_mode: `one`, or `virtual`: all ranks of `problem` share the GPU.
+        tokens: token counts that a rank contributes, one cell each.
         space: where candidates come from.
         results: folder of the tables.
         limit: candidates a cell, the best by the model; None for all.
@@ -66,6 +67,7 @@ class SearchOptions:
     space: Space
     results: Path
     capacity: int
+    rank_mode: str = "one"
     recipe: Recipe = Recipe()
     phase: str = "fused"
     routing: str = "uniform"
@@ -74,6 +76,11 @@ class SearchOptions:
     again: bool = False
     commit: str = ""
     rules: Rules = Rules()
+
+    @property
+    def gpu_ranks(self) -> int:
+        """Ranks that run on the GPU."""
+        return self.problem.num_ranks
 
 
 @dataclass(slots=True)
@@ -101,6 +108,7 @@ def worker_config(options: SearchOptions) -> WorkerConfig:
     return WorkerConfig(
         problem=options.problem,
         capacity=options.capacity,
+        rank_mode=options.rank_mode,
         recipe=options.recipe,
         phase=options.phase,
         seed=options.seed,
@@ -109,17 +117,37 @@ def worker_config(options: SearchOptions) -> WorkerConfig:
 
 
 def plan_cells(options: SearchOptions, frozen_device: str | None = None) -> list[Cell]:
-    """The candidates of every token count; the frozen schedule of a device is one of them."""
+    """The candidates of every token count; the frozen schedule of a device is one of them.
+
+    Raises:
+        ScheduleError: the built-in default of a token count is not valid for the problem.
+    """
     cells = []
     for num_tokens in options.tokens:
+        # The baseline of every row.
+        default_schedule(options.problem, num_tokens).check(options.problem, options.recipe)
         current = None
         if frozen_device is not None:
-            found = frozen.lookup(options.problem, frozen_device, num_tokens)
+            found = frozen.lookup(
+                options.problem, frozen_device, num_tokens, rank_mode=options.rank_mode
+            )
             current = found.schedule if found is not None else None
         candidates = enumerate_candidates(
-            options.problem, num_tokens, options.space, options.recipe, current
+            options.problem,
+            num_tokens,
+            options.space,
+            options.recipe,
+            current,
+            gpu_ranks=options.gpu_ranks,
         )
-        schedules = best_by_model(candidates, options.problem, num_tokens, options.limit)
+        schedules = best_by_model(
+            candidates,
+            options.problem,
+            num_tokens,
+            options.limit,
+            recipe=options.recipe,
+            gpu_ranks=options.gpu_ranks,
+        )
         cells.append(Cell(num_tokens, schedules, candidates.pinned["default"]))
     return cells
 
@@ -290,7 +318,7 @@ class Recorder:
             "problem": p.name,
             "num_tokens": num_tokens,
             "num_ranks": p.table_num_ranks,
-            "rank_mode": p.rank_mode,
+            "rank_mode": o.rank_mode,
             "routing": o.routing,
             "seed": o.seed,
             "candidate": schedule.name,
@@ -312,10 +340,13 @@ class Recorder:
 
     def _built(self, cell: Cell, schedule: Schedule) -> dict[str, Any]:
         report = cell.builds[schedule].report
-        prediction = predict(self.options.problem, schedule, cell.num_tokens)
+        o = self.options
+        prediction = predict(
+            o.problem, schedule, cell.num_tokens, recipe=o.recipe, gpu_ranks=o.gpu_ranks
+        )
         row = {
             **self._base(cell.num_tokens, schedule),
-            "predicted_us": prediction.phase_us(self.options.phase),
+            "predicted_us": prediction.phase_us(o.phase),
         }
         if report is not None:
             for name in ("registers", "spill_bytes", "smem_bytes", "num_wgmma"):
@@ -341,12 +372,13 @@ class Recorder:
         """A candidate that was compiled and never ran."""
         build = cell.builds[schedule]
         counts = uniform_counts(self.options.problem, cell.num_tokens)
+        ranks = self.options.gpu_ranks
         return {
             **self._built(cell, schedule),
             "status": build.status,
             "reason": build.reason,
-            "touched_experts": sum(c > 0 for c in counts),
-            "pairs": sum(counts),
+            "touched_experts": ranks * sum(c > 0 for c in counts),
+            "pairs": ranks * sum(counts),
         }
 
     def measured_row(
@@ -358,7 +390,10 @@ class Recorder:
         yardstick: float,
         baseline: Measurement | None,
     ) -> dict[str, Any]:
-        """A candidate that ran. Floor and rates are those of the whole layer, so fused only."""
+        """A candidate that ran. Floor and rates are those of the whole layer, so fused only.
+
+        They count what the GPU does: all its ranks' tokens, touched experts and pairs.
+        """
         problem, us = self.options.problem, found.median_us
         row = {
             **self._built(cell, schedule),
@@ -376,11 +411,15 @@ class Recorder:
             "temperature_c": found.state.temperature_c,
         }
         if self.options.phase == "fused":
-            size = (problem, cell.num_tokens, info.touched, info.pairs)
+            tokens = cell.num_tokens * self.options.gpu_ranks
+            size = (problem, tokens, info.touched, info.pairs)
             row["floor_us"] = metrics.floor_us(*size, yardstick)
             row["ratio_to_floor"] = metrics.ratio(us, row["floor_us"])
             row["tflops"] = metrics.tflops(problem, info.pairs, us)
             row["hbm_gbs"] = metrics.hbm_gbs(*size, us)
+            if problem.num_ranks > 1:
+                remote = info.max_remote_pairs
+                row["nvlink_gbs"] = metrics.nvlink_gbs(problem, remote, remote, us)
         if baseline is not None:
             row["baseline"] = BASELINE
             row["baseline_version"] = tl_megamoe.__version__

@@ -2,7 +2,8 @@
 
 A space is a TOML file. `[product]` gives a range for each field and means their product; `[[base]]`
 points with `[vary]` ranges mean one changed field at a time around each base. A file may hold both.
-Validity is `Schedule.violations` alone: nothing here knows a rule.
+Validity is `Schedule.violations` alone: nothing here knows a rule. `num_sms` of a file is meant for
+the whole GPU: virtual ranks, which share one, each get their part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import tl_megamoe.schedules as schedules_package
 from tl_megamoe.problem import Problem, divisors_of
@@ -30,6 +31,8 @@ else:  # pragma: no cover - exercised on Python 3.10 only
 NAMED_SPACES = ("screen", "full", "demo")
 _FIELDS = {f.name for f in fields(Schedule)}
 _DEFAULTS = Schedule().to_dict()
+_WORDS = {name: get_args(hint) for name, hint in get_type_hints(Schedule).items() if get_args(hint)}
+"""The words that a field takes, of fields that take words."""
 
 Point = dict[str, Any]
 Range = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
@@ -73,10 +76,11 @@ class Candidates:
 
 
 def load_space(source: str) -> Space:
-    """A named space (`screen`, `full`) or a TOML file.
+    """A named space (`screen`, `full`, `demo`) or a TOML file.
 
     Raises:
-        ValueError: unknown name, unreadable file, unknown field or a value of the wrong type.
+        ValueError: unknown name, unreadable file, unknown field, a value of the wrong type or a
+            word that its field does not know.
     """
     path = Path(source)
     if source in NAMED_SPACES:
@@ -155,6 +159,9 @@ def _check_value(path: Path, name: str, value: Any) -> None:
             f"space file {path}: {name}={value!r} must be {wanted.__name__}, "
             f"found {type(value).__name__}"
         )
+    words = _WORDS.get(name, (value,))
+    if value not in words:
+        raise ValueError(f"space file {path}: {name}={value!r} must be one of {', '.join(words)}")
 
 
 def _choices(ranges: tuple[Range, ...], problem: Problem) -> list[list[Point]]:
@@ -193,6 +200,8 @@ def enumerate_candidates(
     space: Space,
     recipe: Recipe | None = None,
     frozen: Schedule | None = None,
+    *,
+    gpu_ranks: int = 1,
 ) -> Candidates:
     """All valid schedules of a space, and the pinned ones.
 
@@ -202,15 +211,18 @@ def enumerate_candidates(
         space: where to look.
         recipe: checked with every schedule.
         frozen: the schedule that is frozen today, if any.
+        gpu_ranks: virtual ranks that share the GPU; each gets `num_sms // gpu_ranks` of a point.
     """
     local = problem.num_local_experts
     default = default_schedule(problem, num_tokens)
+    default = replace(default, num_sms=default.num_sms // gpu_ranks)
     classic = replace(
         default, dispatch_warps=2, load_warps=2, load_registers=48, math_registers=224
     )
     pinned = {"default": default, "classic": classic}
-    if frozen is not None:
-        pinned["frozen"] = frozen
+    if frozen is not None:  # it may be that of a rank alone on a GPU: the op cuts its grid too
+        most = default.num_sms if gpu_ranks > 1 else frozen.num_sms
+        pinned["frozen"] = replace(frozen, num_sms=min(frozen.num_sms, most))
     pinned = {k: s for k, s in pinned.items() if not s.violations(problem, recipe)}
     valid = dict.fromkeys(pinned.values())
     seen: set[Schedule] = set()
@@ -218,8 +230,8 @@ def enumerate_candidates(
     num_rejected = 0
     for point in _points(space, problem):
         if point["order"] == "lag" or point["experts_per_wave"] == "all":
-            point["experts_per_wave"] = local
-        schedule = Schedule(**point)
+            point = {**point, "experts_per_wave": local}
+        schedule = Schedule(**{**point, "num_sms": point["num_sms"] // gpu_ranks})
         if schedule in seen:
             continue
         seen.add(schedule)
@@ -238,7 +250,13 @@ def rule_of(violation: str) -> str:
 
 
 def best_by_model(
-    candidates: Candidates, problem: Problem, num_tokens: int, limit: int | None
+    candidates: Candidates,
+    problem: Problem,
+    num_tokens: int,
+    limit: int | None,
+    *,
+    recipe: Recipe | None = None,
+    gpu_ranks: int = 1,
 ) -> list[Schedule]:
     """Candidates by predicted time, the best first; with a limit the pinned ones always stay.
 
@@ -249,7 +267,8 @@ def best_by_model(
         raise ValueError(f"limit={limit} must be at least 1 candidate")
 
     def key(schedule: Schedule) -> tuple[float, str]:
-        return predict(problem, schedule, num_tokens).total_us, schedule.name
+        found = predict(problem, schedule, num_tokens, recipe=recipe, gpu_ranks=gpu_ranks)
+        return found.total_us, schedule.name
 
     ranked = sorted(candidates.schedules, key=key)
     if limit is None or limit >= len(ranked):

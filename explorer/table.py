@@ -1,8 +1,9 @@
 """The results table: results/<device>/<problem>.csv, append-only, one row for every candidate.
 
 The header is fixed by SCHEMA: another column means another schema number and a migration, never a
-ragged file. Lines are appended whole under a lock; a line that a crash cut short is moved to
-<file>.rejected before the next append, with a message.
+ragged file. Files of an older schema are read as they are, with the values of ADDED in the columns
+that they lack; the first append rewrites them as a whole. Lines are appended whole under a lock; a
+line that a crash cut short is moved to <file>.rejected before the next append, with a message.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from typing import Any
 
 import pandas as pd
 
+from tl_megamoe.frozen import RANK_MODES
 from tl_megamoe.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
+ADDED: dict[int, dict[str, str]] = {2: {"nvlink_gbs": "", "math_mode": "cooperative"}}
+"""Schema -> the columns it added, with their text in rows of the schema before it."""
 STATUSES = (
     "ok",
     "invalid",
@@ -41,9 +45,8 @@ STATUSES = (
     "oom",
 )
 SOURCES = ("measured", "model")
-RANK_MODES = ("one", "virtual", "real")
 
-SCHEDULE_COLUMNS = {f.name: "str" if f.name == "order" else "int" for f in fields(Schedule)}
+SCHEDULE_COLUMNS = {f.name: type(f.default).__name__ for f in fields(Schedule)}
 COLUMNS: dict[str, str] = {
     "schema": "int",
     "problem": "str",
@@ -66,6 +69,7 @@ COLUMNS: dict[str, str] = {
     "yardstick_tflops": "float",
     "tflops": "float",
     "hbm_gbs": "float",
+    "nvlink_gbs": "float",
     "predicted_us": "float",
     "observation": "str",
     "reason": "str",
@@ -165,30 +169,52 @@ def format_rows(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     return out.getvalue()
 
 
+def _current_lines(
+    text: str, path: Path, columns: Mapping[str, str]
+) -> tuple[list[list[str]], int]:
+    """A file's lines in the columns of SCHEMA, header first, and the schema that it has.
+
+    Raises:
+        TableError: a foreign header or schema, a ragged line.
+    """
+    lines = list(csv.reader(io.StringIO(text)))
+    if not lines:
+        return [], SCHEMA
+    schema, added = SCHEMA, dict[str, str]()
+    while lines[0] != [name for name in columns if name not in added]:
+        if schema not in ADDED:
+            differing = sorted(set(lines[0]) ^ set(columns)) or ["their order"]
+            raise TableError(
+                f"{path}: its header is neither that of schema {SCHEMA} nor of an older one; "
+                f"columns that differ: {', '.join(differing)}. Move the file away."
+            )
+        added.update(ADDED[schema])
+        schema -= 1
+    for number, line in enumerate(lines[1:], 2):
+        if len(line) != len(lines[0]):
+            raise TableError(
+                f"{path}, line {number}: {len(line)} values, the header has {len(lines[0])}"
+            )
+        if line[0] != str(schema):
+            raise TableError(
+                f"{path}, line {number}: schema {line[0]!r}, the header is that of schema {schema}"
+            )
+    if schema == SCHEMA:
+        return lines, schema
+    rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    kept = [[{**added, **row, "schema": str(SCHEMA)}[name] for name in columns] for row in rows]
+    return [list(columns), *kept], schema
+
+
 def parse(text: str, path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
-    """A typed frame from the text of a whole file.
+    """A typed frame from the text of a whole file, of this schema or an older one.
 
     Raises:
         TableError: a foreign header or schema, a ragged line, a value of the wrong type.
     """
-    lines = list(csv.reader(io.StringIO(text)))
+    lines, _ = _current_lines(text, path, columns)
     if not lines:
         return typed_frame([], columns)
-    if lines[0] != list(columns):
-        differing = sorted(set(lines[0]) ^ set(columns)) or ["their order"]
-        raise TableError(
-            f"{path}: its header is not that of schema {SCHEMA}; columns that differ: "
-            f"{', '.join(differing)}. Move the file away or migrate it."
-        )
-    for number, line in enumerate(lines[1:], 2):
-        if len(line) != len(columns):
-            raise TableError(
-                f"{path}, line {number}: {len(line)} values, the header has {len(columns)}"
-            )
-        if line[0] != str(SCHEMA):
-            raise TableError(
-                f"{path}, line {number}: schema {line[0]!r}, this version reads {SCHEMA}"
-            )
     frame = typed_frame(lines[1:], columns, path)
     for name, allowed in (("status", STATUSES), ("source", SOURCES), ("rank_mode", RANK_MODES)):
         if name in frame:
@@ -242,12 +268,23 @@ def _split_cut_line(text: str) -> tuple[str, str]:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # While this waited a migration may have put another file in place: lock that one.
+            if _is_open(path, fd):
+                yield fd
+                return
+        finally:
+            os.close(fd)
+
+
+def _is_open(path: Path, fd: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield fd
-    finally:
-        os.close(fd)
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -286,8 +323,11 @@ def _repair(path: Path, fd: int) -> None:
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append rows as whole lines in one write, synced to disk; the header comes first.
 
+    A file of an older schema is replaced by one of this schema that holds its rows and the new
+    ones; a crash leaves the one file or the other.
+
     Raises:
-        TableError: a status outside STATUSES, an unknown column, or a file of another schema.
+        TableError: a status outside STATUSES, an unknown column, or a file that is not a table.
     """
     for row in rows:
         if row["status"] not in STATUSES:
@@ -300,8 +340,18 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         if not header:
             text = _header(COLUMNS) + text
         elif header != _header(COLUMNS):
-            parse(header, path, COLUMNS)
+            write_atomically(path, _migrated(path) + text)
+            return
         _write_all(fd, text.encode())
+
+
+def _migrated(path: Path) -> str:
+    """The text of a file of an older schema in this one: every value as it was written."""
+    lines, schema = _current_lines(path.read_text(encoding="utf-8"), path, COLUMNS)
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    logger.warning("%s: %d rows brought from schema %d to %d", path, len(lines) - 1, schema, SCHEMA)
+    return out.getvalue()
 
 
 def finished_keys(path: Path) -> set[tuple[Any, ...]]:
@@ -340,6 +390,7 @@ SUMMARY_COLUMNS = {
         "yardstick_tflops",
         "tflops",
         "hbm_gbs",
+        "nvlink_gbs",
         *SCHEDULE_COLUMNS,
         "device",
         "tilelang",

@@ -1,12 +1,25 @@
-"""Seeds from the test id, and the rule that no `sm90` test is skipped on an SM90 machine."""
+"""Seeds from the test id, and the rule that no `sm90` test is skipped on an SM90 machine.
+
+Under torchrun every process runs the same tests in the same order: those of as many ranks as there
+are processes (`multi_gpu`), and nothing else.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 
 import pytest
+
+from tl_megamoe.handshake import disable_multicast
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+# Both are read when CUDA starts, which no test does while it is imported.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+disable_multicast()
 
 
 @lru_cache(maxsize=1)
@@ -27,7 +40,15 @@ def gpus_needed(item: pytest.Item) -> int:
     return 1 if item.get_closest_marker("sm90") is not None else 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if WORLD_SIZE > 1:
+        of_this_size = [
+            item
+            for item in items
+            if item.get_closest_marker("multi_gpu") is not None and gpus_needed(item) == WORLD_SIZE
+        ]
+        config.hook.pytest_deselected(items=[i for i in items if i not in of_this_size])
+        items[:] = of_this_size
     for item in items:
         needed = gpus_needed(item)
         if needed and num_sm90_gpus() < needed:
@@ -55,7 +76,18 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     return report
 
 
+def seed_from(node_id: str) -> int:
+    """The seed of a test id."""
+    return zlib.crc32(node_id.encode()) & 0x7FFFFFFF
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed that is the same in every run and differs between tests and their parameters."""
-    return zlib.crc32(request.node.nodeid.encode()) & 0x7FFFFFFF
+    return seed_from(request.node.nodeid)
+
+
+@pytest.fixture
+def shared_seed(request: pytest.FixtureRequest) -> int:
+    """A seed like `seed` that both math modes of a test share, so that their results compare."""
+    return seed_from(re.sub("pingpong|cooperative", "mode", request.node.nodeid))

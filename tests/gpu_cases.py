@@ -1,66 +1,133 @@
 """Problems, schedules and kernels of the sm90 tests, built on any machine.
 
-`python tests/gpu_cases.py [--jobs N]` compiles every kernel that the sm90 tests launch into
-tilelang's disk cache (TILELANG_CACHE_DIR); a GPU machine then loads them in 0.3 s each.
+`python tests/gpu_cases.py [--jobs N]` compiles every kernel that the sm90 tests launch on one GPU
+into tilelang's disk cache (TILELANG_CACHE_DIR); a GPU machine then loads them in 0.3 s each.
+`--real N` compiles those of `torchrun --nproc_per_node=N -m pytest` instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from tl_megamoe.frozen import resolve
-from tl_megamoe.kernel import PHASES, KernelSpec, compile_kernel
+from tl_megamoe.kernel import KernelSpec, compile_kernel
+from tl_megamoe.layout import num_ring_rows
 from tl_megamoe.problem import PRESETS, Problem
-from tl_megamoe.schedule import Schedule
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
+from tl_megamoe.schedule import Schedule, default_schedule
 
+NUM_SMS = 132
 PRESET_CAPACITY = 8192
 SMALL_CAPACITY = 1024
 TOKENS = (0, 1, 7, 63, 64, 65, 129, 512, 1024, 4096, 8192)
-LOCAL_EXPERTS = (1, 3, 8, 31, 32, 33, 48)
+SMALL_TOKENS = (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 260, 819, 1024)
 FROZEN_TOKENS = (16, 512, 4096)
 """Where the op is tested with the frozen schedules of deepseek-v4-flash."""
+MODES = ("pingpong", "cooperative")
+
+
+def real_ranks() -> int:
+    """Ranks of the torchrun job that this process belongs to; 0 outside of one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return size if size > 1 else 0
+
+
+# ---- problems
 
 
 def small(name: str = "small", **sizes: int) -> Problem:
-    """A problem of a few K blocks on one rank."""
-    values = {"hidden": 512, "intermediate": 256, "num_experts": 8, "num_topk": 2, **sizes}
-    return Problem(name=name, num_ranks=1, **values)
+    """A problem of a few K blocks, on one rank unless `num_ranks` says otherwise."""
+    values = {"hidden": 512, "intermediate": 256, "num_experts": 8, "num_topk": 2, "num_ranks": 1}
+    return Problem(name=name, **{**values, **sizes})
 
 
 SMALL = small()
-EXPERTS = {n: small(f"experts{n}", num_experts=n, num_topk=min(n, 6)) for n in LOCAL_EXPERTS}
+LOCAL_EXPERTS = (1, 3, 8, 31, 32, 33, 48)
+MORE_LOCAL_EXPERTS = (5, 6, 7, 9, 36, 50, 96)
+"""Numbers at which a divisor or a 32-lane scan may go wrong; a schedule each is enough. 12 and 24
+are `topk10` and `topk8`."""
+EXPERTS = {
+    n: small(f"experts{n}", num_experts=n, num_topk=min(n, 6))
+    for n in LOCAL_EXPERTS + MORE_LOCAL_EXPERTS
+}
 ODD = {
     p.name: p
     for p in (
         small("one-k-block", hidden=128, intermediate=128),
         small("hidden384", hidden=384, intermediate=384),
         small("topk1", num_topk=1),
+        small("topk8", num_experts=24, num_topk=8, hidden=256),
         small("topk10", num_experts=12, num_topk=10, hidden=256),
         small("duplicates", num_experts=3, num_topk=6),
+        small("wide-intermediate", hidden=256, intermediate=4224, num_experts=4),
     )
 }
 """Sizes at the edges of the rules; `duplicates` routes a token to one expert several times."""
 MANY_ROUTES = small("many-routes", hidden=256, num_experts=4, num_topk=4)
 MANY_ROUTES_CAPACITY = 2048
-"""8192 routes: three rounds for the one block of `many_routes_schedule`."""
+"""8192 routes: three rounds for the one block of `many_routes_schedules`."""
+HUGE = Problem(name="huge", hidden=7168, intermediate=3072, num_experts=64, num_topk=8, num_ranks=1)
+HUGE_CAPACITY = 40960
+"""Pool, rows that come back, and W1 each have more than 2**31 elements."""
 ONE_RANK = {name: problem.one_rank() for name, problem in PRESETS.items()}
+FLASH = ONE_RANK["deepseek-v4-flash"]
+
+RANKS = (2, 3, 4, 8)
+
+
+def over_ranks(num_ranks: int) -> Problem:
+    """A small problem over that many ranks; 24 experts where they divide."""
+    experts = 24 if 24 % num_ranks == 0 else 3 * num_ranks
+    return small(f"ranks{num_ranks}", num_experts=experts, num_topk=3, num_ranks=num_ranks)
+
+
+ON_RANKS = {n: over_ranks(n) for n in (*RANKS, *filter(None, [real_ranks()]))}
+RANKS_CAPACITY = 1024
+"""With all routes on one of four ranks 12,288 rows share a ring of 2,176."""
+DUPLICATES_ON_RANKS = small("duplicates2", num_experts=2, num_topk=3, num_ranks=2)
+"""Two experts, top-3: every token routes to one of them at least twice."""
+WRAPS = ON_RANKS[4]
+
+
+def rank_mode(problem: Problem) -> str:
+    """How the ranks of a problem run in this session."""
+    if problem.num_ranks == 1:
+        return "one"
+    return "real" if real_ranks() else "virtual"
+
+
+def each_rank_count(counts: Iterable[int] = RANKS) -> list[Any]:
+    """Parameters for `num_ranks`: virtual ranks of every number, or under torchrun its own."""
+    if real_ranks():
+        return [pytest.param(real_ranks(), marks=pytest.mark.multi_gpu(real_ranks()))]
+    return list(counts)
+
+
+# ---- schedules
 
 
 def fit(problem: Problem, **fields: object) -> Schedule:
     """A schedule with these fields, the rest chosen so that it is valid for the problem."""
     k_blocks = min(problem.hidden, problem.intermediate) // 128
+    share = problem.num_ranks if rank_mode(problem) == "virtual" else 1
     base = Schedule(
         stages=max(2, min(4, k_blocks)),
         linear2_block_n=256 if problem.hidden % 256 == 0 else 128,
         experts_per_wave=problem.num_local_experts,
         prefetch=min(4, problem.hidden // 128),
+        num_sms=NUM_SMS // share,
     )
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
+PINGPONG: dict[str, object] = {"math_mode": "pingpong", "block_m": 64}
 VARIANTS: dict[str, dict[str, object]] = {
     "wide128": {},
     "wide64": {"block_m": 64},
@@ -68,79 +135,204 @@ VARIANTS: dict[str, dict[str, object]] = {
     "rows1": {"linear1_block_n": 128, "dispatch_warps": 3, "load_warps": 1},
     "classic": {"linear2_block_n": 128, "load_registers": 48, "math_registers": 224},
     "few_sms": {"num_sms": 7, "rows_in_flight": 5, "dispatch_warps": 1},
+    "pingpong": PINGPONG,
+    "pingpong1": {**PINGPONG, "dispatch_warps": 3, "load_warps": 1},
+    "pingpong_few": {**PINGPONG, "num_sms": 7, "rows_in_flight": 5, "dispatch_warps": 1},
 }
 """Compile-time choices: every value of every field, not every combination."""
+SPLITS = ("pingpong", "wide64", "wide128", "rows")
+"""Each math mode, split and block_m once."""
+Schedules = dict[str, Schedule]
 
 
-def variants(problem: Problem) -> dict[str, Schedule]:
-    """The variants that are valid for a problem."""
-    schedules = {name: fit(problem, **fields) for name, fields in VARIANTS.items()}
-    return {name: s for name, s in schedules.items() if not s.violations(problem)}
+def schedules(problem: Problem, names: Iterable[str], recipe: Recipe | None = None) -> Schedules:
+    """Those of the named variants that are valid for a problem."""
+    named = {name: fit(problem, **VARIANTS[name]) for name in names}
+    return {name: s for name, s in named.items() if not s.violations(problem, recipe)}
 
 
-def many_routes_schedule() -> Schedule:
-    """One block, so that routing takes several rounds of `Plan.route_batch`."""
-    return fit(MANY_ROUTES, num_sms=1)
+def of_mode(named: Schedules, mode: str) -> Schedules:
+    """The schedules of one math mode."""
+    return {name: s for name, s in named.items() if s.math_mode == mode}
 
 
-PHASE_VARIANTS = ("wide128", "wide64", "rows1")
-"""Variants whose stand-alone phases are tested too."""
+def variants(problem: Problem) -> Schedules:
+    """All variants that are valid for a problem."""
+    return schedules(problem, VARIANTS)
 
 
-def edge_schedules(problem: Problem) -> dict[str, Schedule]:
-    """One schedule of each split for a problem at the edge of the rules."""
-    valid = variants(problem)
-    return {name: valid[name] for name in ("wide64", "rows") if name in valid}
+def edge_schedules(problem: Problem) -> Schedules:
+    """For a problem at the edge of the rules: one of each split, or one where it is about walks."""
+    if problem in [EXPERTS[n] for n in MORE_LOCAL_EXPERTS]:
+        turn = MORE_LOCAL_EXPERTS.index(problem.num_experts)
+        return schedules(problem, [("pingpong", "wide64", "rows")[turn % 3]])
+    if problem.name in ("topk8", "wide-intermediate"):
+        return schedules(problem, ("pingpong", "rows"))
+    if problem in [EXPERTS[n] for n in (1, 8, 31, 48)]:
+        return schedules(problem, ("wide64", "rows"))
+    return schedules(problem, ("wide64", "rows", "pingpong"))
 
 
-def preset_schedules(problem: Problem) -> dict[str, Schedule]:
-    """Both block_m at full size, with the ring as deep as it goes."""
+def edge_cases() -> list[Any]:
+    """(problem, mode) of every edge problem that has schedules of the mode."""
+    return [
+        pytest.param(problem, mode, id=f"{problem.name}-{mode}")
+        for problem in (*EXPERTS.values(), *ODD.values())
+        for mode in MODES
+        if of_mode(edge_schedules(problem), mode)
+    ]
+
+
+def preset_schedules(problem: Problem) -> Schedules:
+    """Every block_m and mode at full size, with the ring as deep as it goes."""
     return {
         "m128": fit(problem),
         "m64": fit(problem, block_m=64, stages=5, rows_in_flight=2),
+        "pingpong": fit(problem, **PINGPONG),
     }
 
 
-def specs() -> list[KernelSpec]:
-    """Every kernel the sm90 tests launch."""
-    out = []
-    for name, schedule in variants(SMALL).items():
-        for phase in PHASES if name in PHASE_VARIANTS else ("fused",):
-            out.append(_spec(SMALL, schedule, phase))
-    for problem in (*EXPERTS.values(), *ODD.values()):
-        for schedule in edge_schedules(problem).values():
-            out.append(_spec(problem, schedule))
+def many_routes_schedules() -> Schedules:
+    """One block, so that routing takes several rounds of `Plan.route_batch`."""
+    return {
+        "one_sm": fit(MANY_ROUTES, num_sms=1),
+        "pingpong": fit(MANY_ROUTES, num_sms=1, **PINGPONG),
+    }
+
+
+def rank_schedules(problem: Problem) -> Schedules:
+    """For a problem over ranks."""
+    return schedules(problem, SPLITS)
+
+
+RECIPE_SPLITS = ("pingpong", "wide128", "rows")
+PHASE_SCHEDULES = {
+    "dispatch": ("m32", "wide64", "wide128"),
+    "linear1": ("pingpong", "wide64", "wide128", "rows1"),
+    "linear2": ("pingpong", "wide64", "wide128", "rows1"),
+    "combine": ("wide128",),
+}
+"""Schedules whose stand-alone phases are tested; the debug view for DEBUG_SCHEDULES too."""
+DEBUG_SCHEDULES = ("pingpong", "wide128", "rows1")
+RANK_PHASE_SCHEDULES = {
+    "dispatch": ("m32", "wide64", "wide128"),
+    "linear1": ("pingpong", "wide128"),
+    "linear2": ("pingpong", "wide128"),
+    "combine": ("wide128",),
+}
+FLASH_PHASE_SCHEDULES = {
+    "dispatch": ("wide128",),
+    "linear1": ("wide128", "pingpong"),
+    "linear2": ("wide128", "pingpong"),
+    "combine": ("wide128",),
+}
+
+
+def phase_schedule(problem: Problem, name: str) -> Schedule:
+    """A schedule by its name in the tables above; `m32` is for dispatch alone."""
+    return fit(problem, block_m=32) if name == "m32" else fit(problem, **VARIANTS[name])
+
+
+# ---- kernels
+
+
+def _spec(problem: Problem, schedule: Schedule, phase: str = "fused", **options: Any) -> KernelSpec:
+    capacity = RANKS_CAPACITY if problem.num_ranks > 1 else SMALL_CAPACITY
+    values = {"capacity": capacity, "phase": phase, **options}
+    return KernelSpec(problem=problem, schedule=schedule, **values)
+
+
+def _phases(
+    problem: Problem, names: dict[str, Sequence[str]], **options: Any
+) -> Iterable[KernelSpec]:
+    for phase, chosen in names.items():
+        for name in chosen:
+            yield _spec(problem, phase_schedule(problem, name), phase, **options)
+
+
+def small_specs() -> Iterable[KernelSpec]:
+    """Kernels of `SMALL`."""
+    every = variants(SMALL)
+    yield from (_spec(SMALL, s) for s in every.values())
+    yield from _phases(SMALL, PHASE_SCHEDULES)
+    for name in DEBUG_SCHEDULES:
+        yield _spec(SMALL, every[name], "linear1", debug=True)
+    for recipe in ALL_RECIPES:
+        for schedule in schedules(SMALL, RECIPE_SPLITS, recipe).values():
+            yield _spec(SMALL, schedule, recipe=recipe)
+    for name, fast_math in CLAMP_CASES:
+        yield _spec(SMALL, every[name], clamp=True, fast_math=fast_math)
+    for name in EXACT_MATH:
+        yield _spec(SMALL, every[name], fast_math=False)
+    for mode in MODES:
+        for tokens in (1, SMALL_CAPACITY):
+            yield _spec(SMALL, default_schedule(SMALL, tokens, mode))
+
+
+CLAMP_CASES = (("wide128", True), ("rows", False), ("pingpong", True))
+"""(schedule, fast_math) of the launches with a clamp."""
+EXACT_MATH = ("pingpong", "wide128")
+"""Schedules that run without fast_math and clamp."""
+
+
+def preset_specs() -> Iterable[KernelSpec]:
+    """Kernels of the published models' sizes."""
     for problem in ONE_RANK.values():
         for schedule in preset_schedules(problem).values():
-            out.append(KernelSpec(problem=problem, schedule=schedule, capacity=PRESET_CAPACITY))
-    out.append(
-        KernelSpec(
-            problem=MANY_ROUTES,
-            schedule=many_routes_schedule(),
-            capacity=MANY_ROUTES_CAPACITY,
-        )
-    )
-    flash = ONE_RANK["deepseek-v4-flash"]
-    for phase in ("dispatch", "linear1", "linear2", "combine"):
-        out.append(
-            KernelSpec(problem=flash, schedule=fit(flash), capacity=PRESET_CAPACITY, phase=phase)
-        )
+            yield _spec(problem, schedule, capacity=PRESET_CAPACITY)
+    yield from _phases(FLASH, FLASH_PHASE_SCHEDULES, capacity=PRESET_CAPACITY)
     for tokens in FROZEN_TOKENS:
-        schedule = resolve(flash, "NVIDIA H200", PRESET_CAPACITY, tokens).schedule
-        out.append(KernelSpec(problem=flash, schedule=schedule, capacity=PRESET_CAPACITY))
-    out.append(_spec(SMALL, variants(SMALL)["wide128"], clamp=True))
-    out.append(_spec(SMALL, variants(SMALL)["rows"], clamp=True, fast_math=False))
-    return list({spec.key(): spec for spec in out}.values())
+        schedule = resolve(FLASH, "NVIDIA H200", PRESET_CAPACITY, tokens).schedule
+        yield _spec(FLASH, schedule, capacity=PRESET_CAPACITY)
 
 
-def _spec(problem: Problem, schedule: Schedule, phase: str = "fused", **flags: bool) -> KernelSpec:
-    return KernelSpec(
-        problem=problem, schedule=schedule, capacity=SMALL_CAPACITY, phase=phase, **flags
-    )
+def edge_specs() -> Iterable[KernelSpec]:
+    """Kernels of sizes at the edge of the rules."""
+    for problem in (*EXPERTS.values(), *ODD.values()):
+        yield from (_spec(problem, s) for s in edge_schedules(problem).values())
+    for schedule in many_routes_schedules().values():
+        yield _spec(MANY_ROUTES, schedule, capacity=MANY_ROUTES_CAPACITY)
+    for schedule in schedules(HUGE, ("pingpong", "wide128")).values():
+        yield _spec(HUGE, schedule, capacity=HUGE_CAPACITY)
+
+
+def rank_specs(problem: Problem) -> Iterable[KernelSpec]:
+    """Kernels of a problem over ranks that every number of ranks launches."""
+    yield from (_spec(problem, s) for s in rank_schedules(problem).values())
+
+
+def many_rank_specs() -> Iterable[KernelSpec]:
+    """Kernels over ranks that one number of ranks launches."""
+    yield from _phases(WRAPS, RANK_PHASE_SCHEDULES)
+    recipe = Recipe(scale="pow2", intermediate_group=64)
+    for schedule in schedules(WRAPS, ("pingpong", "wide128"), recipe).values():
+        yield _spec(WRAPS, schedule, recipe=recipe)
+    for schedule in schedules(DUPLICATES_ON_RANKS, ("pingpong", "wide128")).values():
+        yield _spec(DUPLICATES_ON_RANKS, schedule)
+
+
+def specs() -> list[KernelSpec]:
+    """Every kernel that the sm90 tests of this session launch."""
+    found: list[KernelSpec] = []
+    if real_ranks():
+        problem = ON_RANKS[real_ranks()]
+        found += rank_specs(problem)
+        found += _phases(problem, RANK_PHASE_SCHEDULES)
+    else:
+        found += [*small_specs(), *edge_specs(), *preset_specs()]
+        for number in RANKS:
+            found += rank_specs(ON_RANKS[number])
+        found += many_rank_specs()
+    return list({spec.key(): spec for spec in found}.values())
+
+
+def ring_blocks(problem: Problem, block_m: int) -> int:
+    """Pool blocks that a rank of a problem over ranks has memory for."""
+    return num_ring_rows(problem, RANKS_CAPACITY) // block_m
 
 
 def _build(spec: KernelSpec) -> str:
-    name = f"{spec.problem.name} {spec.phase} {spec.schedule.name}"
+    name = f"{spec.problem.name} {spec.phase} {spec.recipe} {spec.schedule.name}"
     try:
         compile_kernel(spec)
     except Exception as error:  # TVM's errors cannot be pickled
@@ -151,9 +343,19 @@ def _build(spec: KernelSpec) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    jobs = parser.parse_args().jobs
+    parser.add_argument("--real", type=int, metavar="N", help="of a torchrun job of N ranks")
+    parser.add_argument("--list", action="store_true", help="print the kernels, compile nothing")
+    args = parser.parse_args()
+    if args.real:
+        os.environ["WORLD_SIZE"] = str(args.real)
+        ON_RANKS[args.real] = over_ranks(args.real)
     todo = specs()
-    with ProcessPoolExecutor(jobs) as pool:
+    if args.list:
+        for spec in todo:
+            print(spec.problem.name, spec.phase, spec.recipe, spec.schedule.name)
+        print(len(todo))
+        return
+    with ProcessPoolExecutor(args.jobs) as pool:
         for done, name in enumerate(pool.map(_build, todo), 1):
             print(f"[{done}/{len(todo)}] {name}", flush=True)
 

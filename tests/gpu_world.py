@@ -1,117 +1,152 @@
-"""One problem on the GPU: weights, buffer, inputs, and the kernels' results in reference order."""
+"""One layer on the GPU for many tests: launches of many schedules, all equal to the bit."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
+from gpu_cases import rank_mode
 
 from tl_megamoe import reference
-from tl_megamoe.buffer import SymmBuffer
-from tl_megamoe.device.walk import first_blocks
-from tl_megamoe.kernel import KernelSpec, compile_kernel
-from tl_megamoe.problem import Problem
+from tl_megamoe.explorer.findings import layer_found, pool_found, same_bits
+from tl_megamoe.explorer.layer import Layer
+from tl_megamoe.explorer.places import counters_are_zero
+from tl_megamoe.explorer.ranks import open_ranks
+from tl_megamoe.problem import Problem, divisors_of
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import COUNTER_BITS, Schedule
-from tl_megamoe.synthetic import Inputs, random_inputs, random_weights
-from tl_megamoe.weights import MoEWeights, PlainWeights, transform_weights
+from tl_megamoe.schedule import Schedule
+from tl_megamoe.synthetic import Inputs
+
+TIMEOUT_S = 5.0
 
 
-@dataclass
-class World:
-    """A problem with its weights and one poisoned buffer; `inputs` are those last filled in."""
+class World(Layer):
+    """A layer whose results are compared over all the tests that fill in the same inputs.
 
-    problem: Problem
-    plain: PlainWeights
-    weights: MoEWeights
-    buffer: SymmBuffer
-    inputs: Inputs | None = None
+    The first `y` of a routing is compared with the reference; every other one, of whatever schedule
+    and math mode, must equal it to the bit.
+    """
 
-    def fill(self, num_tokens: int, seed: int, routing: str = "uniform", mask: float = 0.0) -> None:
-        """Random tokens into the buffer; everything else in it becomes NaN."""
-        self.set(random_inputs(self.problem, num_tokens, routing, mask, seed, "cuda"))
+    def __init__(self, problem: Problem, capacity: int, recipe: Recipe | None = None) -> None:
+        mode = rank_mode(problem)
+        ranks = open_ranks(problem, capacity, mode=mode, recipe=recipe, timeout_s=TIMEOUT_S)
+        super().__init__(ranks, seed=1)
+        self._key: Any = None
+        self._first: dict[tuple[float | None, bool], dict[int, torch.Tensor]] = {}
 
-    def set(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.buffer.poison()
-        self.buffer.topk_idx.fill_(2**40)  # rows past num_tokens must not be read
-        self.buffer.topk_weights.fill_(torch.nan)
-        self.buffer.fill(inputs.x, inputs.x_sf, inputs.topk_idx, inputs.topk_weights)
-
-    def launch(
+    def fill(
         self,
-        schedule: Schedule,
-        phase: str = "fused",
+        num_tokens: int | Sequence[int],
+        seed: int,
+        routing: str = "uniform",
+        mask: float = 0.0,
+    ) -> None:
+        counts = num_tokens if isinstance(num_tokens, int) else tuple(num_tokens)
+        key, first = (counts, seed, routing, mask), self._first
+        same = key == self._key
+        super().fill(num_tokens, seed, routing, mask)
+        if same:
+            self._first = first
+        self._key = key
+
+    def set(self, inputs: Sequence[Inputs]) -> None:
+        self._key, self._first = None, {}
+        super().set(inputs)
+
+    def change(self, rank: int = 0, **tensors: torch.Tensor) -> None:
+        """Other tensors for a rank's tokens."""
+        inputs = list(self.inputs)
+        inputs[rank] = replace(inputs[rank], **tensors)
+        self.set(inputs)
+
+    @property
+    def y(self) -> torch.Tensor:
+        """The `y` of one rank that every launch of these inputs gives."""
+        return next(iter(self._first.values()))[0]
+
+    def run(self, schedule: Schedule, **options: Any) -> torch.Tensor:
+        """`launch` of one rank, of which no more than `y` matters."""
+        return self.launch(schedule, **options)[0]
+
+    def check(
+        self,
+        schedules: Mapping[str, Schedule],
         *,
+        launches: int = 2,
         clamp: float | None = None,
         fast_math: bool = True,
-    ) -> torch.Tensor:
-        """Run a kernel; `y` starts as NaN."""
-        assert self.inputs is not None
-        spec = KernelSpec(
-            problem=self.problem,
-            schedule=schedule,
-            capacity=self.buffer.capacity,
-            phase=phase,
-            clamp=clamp is not None,
-            fast_math=fast_math,
-        )
-        n = self.inputs.num_tokens
-        y = torch.full((n, self.problem.hidden), torch.nan, dtype=torch.bfloat16, device="cuda")
-        kernel = compile_kernel(spec)
-        kernel.launch(self.buffer, self.weights, y, n, schedule, activation_clamp=clamp)
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            self.buffer.check_report()
-            raise
-        return y
+        pools: bool = False,
+    ) -> None:
+        """Every schedule is right, repeats bitwise, agrees with the others, resets its counters.
 
-    def pool(self) -> reference.ReferencePool:
-        """What dispatch must deliver."""
-        i = self.inputs
-        assert i is not None
-        return reference.dispatch(i.x, i.x_sf, i.topk_idx, i.topk_weights, self.problem)
+        Args:
+            schedules: by name.
+            launches: of each.
+            clamp, fast_math: of the kernel.
+            pools: look at the receive pools after each schedule too.
+        """
+        reasons = dict.fromkeys(self.ranks.here, "")
+        for name, schedule in schedules.items():
+            for _ in range(launches):
+                y = self.launch(schedule, clamp=clamp, fast_math=fast_math)
+                for rank in self.ranks.here:
+                    found = self._judge(rank, y[rank], clamp, fast_math)
+                    if found and not reasons[rank]:
+                        reasons[rank] = f"{name}: {found}"
+            for rank, buffer in self.ranks.buffers.items():
+                found = "" if counters_are_zero(buffer) else "counters are not zero"
+                if pools and not found:
+                    found = pool_found(self, rank, schedule.block_m, in_order=True).reason
+                reasons[rank] = reasons[rank] or (found and f"{name}: {found}")
+        self.agree(reasons)
 
-    def expected(self, clamp: float | None = None, recipe: Recipe | None = None) -> torch.Tensor:
-        """The layer by the reference."""
-        i = self.inputs
-        assert i is not None
-        return reference.moe(
-            self.problem, i.x, i.x_sf, i.topk_idx, i.topk_weights, self.plain, recipe, clamp
-        )
+    def _judge(self, rank: int, y: torch.Tensor, clamp: float | None, fast_math: bool) -> str:
+        first = self._first.setdefault((clamp, fast_math), {})
+        if rank in first:
+            return "" if same_bits(y, first[rank]) else "other bits than the first launch"
+        first[rank] = y
+        return layer_found(self, rank, y, self.expected(rank, clamp)).reason
 
-    def pool_rows(self, schedule: Schedule) -> torch.Tensor:
-        """Pool rows in the order of `pool()`: by expert, token, slot (read from the metadata)."""
-        counts = self.buffer.expert_recv_count_sum.tolist()
-        first = first_blocks(counts, schedule.block_m)
-        rows = []
-        for expert, count in enumerate(counts):
-            start = first[expert] * schedule.block_m
-            source = self.buffer.token_src_metadata[start : start + count].long()
-            assert (source >> COUNTER_BITS == 0).all()
-            within = source & ((1 << COUNTER_BITS) - 1)
-            slot, token = within // self.buffer.capacity, within % self.buffer.capacity
-            rows.append(start + (token * self.problem.num_topk + slot).argsort())
-        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.long, device="cuda")
-
-    def counters_are_zero(self) -> bool:
-        """Whether the launch left its counters as it found them."""
-        offsets = self.buffer.layout.workspace_offsets
-        sends = self.buffer.workspace[
-            offsets["expert_send_count"] : offsets["expert_recv_count_sum"]
+    def agree(self, reasons: Mapping[int, str]) -> None:
+        """Fail on every rank if there is a reason on one: ranks stay in step."""
+        found = [
+            f"rank {r}: {reason}" for r, reason in enumerate(self.ranks.gather(reasons)) if reason
         ]
-        arrivals = (self.buffer.l1_arrival_count, self.buffer.l2_arrival)
-        return not any(bool(c.any()) for c in (sends, *arrivals))
+        assert not found, "; ".join(found)
+
+    def wrong_for(self, recipe: Recipe, y: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the whole-layer reference of another recipe refuses `y` of each of some ranks."""
+        return all(
+            not reference.compare(
+                own, self.expected(rank, recipe=recipe), intermediate=self.problem.intermediate
+            )
+            for rank, own in y.items()
+        )
 
 
 @lru_cache(maxsize=1)
-def world(problem: Problem, capacity: int) -> World:
+def world(problem: Problem, capacity: int, recipe: Recipe | None = None) -> World:
     """The world of a problem; the one before it is freed, so group tests by problem."""
     gc.collect()
     torch.cuda.empty_cache()
-    plain = random_weights(problem, "cuda", seed=1)
-    weights = transform_weights((plain.l1, plain.l1_sf), (plain.l2, plain.l2_sf), problem)
-    return World(problem, plain, weights, SymmBuffer(problem, capacity, timeout_s=5.0))
+    return World(problem, capacity, recipe)
+
+
+def walks(schedule: Schedule, problem: Problem) -> dict[str, Schedule]:
+    """Runtime variants of a schedule: orders, wave sizes, lags, prefetch."""
+    out = {
+        f"wave{n}": replace(schedule, order="wave", lag=0, experts_per_wave=n)
+        for n in divisors_of(problem.num_local_experts)
+    }
+    out |= {
+        f"lag{lag}": replace(
+            schedule, order="lag", lag=lag, experts_per_wave=problem.num_local_experts
+        )
+        for lag in (1, 3, 10**6)
+    }
+    out["no_prefetch"] = replace(schedule, prefetch=0)
+    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tl_megamoe.explorer.table import append_rows, read_table, table_path
 from tl_megamoe.frozen import read_frozen
 
 FLASH = ["--problem", "deepseek-v4-flash"]
+VIRTUAL = ["--ranks", "4", "--rank-mode", "virtual"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +40,10 @@ def results(tmp_path: Path) -> Path:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *FLASH]) == 0
     text = capsys.readouterr().out
-    assert "51 candidates in 20 kernels" in text
-    assert "5 of 56 points break a rule" in text
-    assert "stages               rejects 3" in text
+    assert "60 candidates in 30 kernels" in text
+    assert "6 of 66 points break a rule" in text
+    assert "stages               rejects 2" in text
+    assert "  pp-m64-n256.256-" in text
     assert "  default" in text
     assert "  classic" in text
     assert cli.main(["list", *FLASH, "--names", "--limit", "4"]) == 0
@@ -71,6 +74,23 @@ def test_list_of_sizes_and_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["search", *FLASH, "--tokens", "16", "--capacity", "8"], "capacity=8 is below the 16"),
         (["search", *FLASH, "--tokens", "16", "--routing", "odd"], "routing='odd' must be one of"),
         (["why", *FLASH, "--tokens", "16"], "no SM90 GPU here: name a device"),
+        (["list", *FLASH, "--ranks", "4"], "--ranks 4 with --rank-mode one: one rank runs alone"),
+        (["list", *FLASH, "--rank-mode", "virtual"], "--rank-mode virtual needs the number of"),
+        (
+            ["list", *FLASH, "--rank-mode", "virtual", "--ranks", "4", "--num-ranks", "8"],
+            "--num-ranks 8 and --ranks 4",
+        ),
+        (["list", *FLASH, "--rank-mode", "real", "--ranks", "32"], "--ranks 32 exceeds 16"),
+        (["list", *FLASH, "--rank-mode", "real", "--ranks", "7"], "num_ranks=7 does not divide"),
+        (
+            ["search", *FLASH, "--tokens", "16", "--rank-mode", "real", "--ranks", "4"],
+            "a GPU a rank is not timed yet",
+        ),
+        (
+            ["report", *FLASH, *VIRTUAL, "--out", "nowhere"],
+            "with 4 ranks (virtual) in nowhere/*/deepseek-v4-flash.csv. Make some with: tl-megamoe "
+            "search --problem deepseek-v4-flash --num-ranks 4 --ranks 4 --rank-mode virtual",
+        ),
         (["report", *FLASH, "--out", "nowhere"], "no rows of problem 'deepseek-v4-flash'"),
         (["freeze", *FLASH, "--device", DEVICE, "--out", "nowhere"], "no results at nowhere"),
     ],
@@ -87,7 +107,15 @@ def test_user_errors_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["dance"], ["search", *FLASH, "--tokens", "0"], ["search", *FLASH]]
+    "argv",
+    [
+        [],
+        ["dance"],
+        ["search", *FLASH, "--tokens", "0"],
+        ["search", *FLASH],
+        ["list", *FLASH, "--ranks", "4", "--rank-mode", "imaginary"],
+        ["list", *FLASH, "--recipe", "pow3-64"],
+    ],
 )
 def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 2
@@ -139,6 +167,100 @@ def test_freeze_then_why(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"schedule  {BASE.name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("argv", "ranks", "mode", "viewed"),
+    [
+        ([], 1, "one", 8),
+        (["--num-ranks", "4"], 1, "one", 4),
+        (["--ranks", "1"], 1, "one", 8),
+        (VIRTUAL, 4, "virtual", None),
+        ([*VIRTUAL, "--num-ranks", "4"], 4, "virtual", None),
+        (["--ranks", "1", "--rank-mode", "virtual"], 1, "virtual", None),
+        (["--ranks", "8", "--rank-mode", "real"], 8, "real", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [["list"], ["search", "--tokens", "16"], ["report"], ["freeze"], ["why", "--tokens", "1"]],
+)
+def test_every_command_takes_ranks_alike(
+    command: list[str], argv: list[str], ranks: int, mode: str, viewed: int | None
+) -> None:
+    args = cli.make_parser().parse_args([*command, *FLASH, *argv])
+    problem, found = cli.running_problem(args)
+    assert (problem.num_ranks, found, problem.from_num_ranks) == (ranks, mode, viewed)
+    assert problem.num_local_experts == 256 // (viewed or ranks)
+
+
+def test_list_of_virtual_ranks_and_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", *FLASH, *VIRTUAL, "--recipe", "pow2-64"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("deepseek-v4-flash, 4 virtual ranks, 512 tokens, space screen: ")
+    assert "-sm33-" in text
+    assert "-sm132-" not in text
+
+
+def test_virtual_rows_are_reported_frozen_and_looked_up_apart(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = replace(BASE, num_sms=33, experts_per_wave=64)
+    ranks = {"num_ranks": 4, "rank_mode": "virtual", "num_local_experts": 64}
+    rows = [
+        flash_row(16, schedule, 900.0, nvlink_gbs=12.5, **ranks),
+        flash_row(16, replace(schedule, stages=3), 800.0, recipe="pow2-64", **ranks),
+    ]
+    append_rows(table_path(results, DEVICE, VIEW.name), rows)
+    out = ["--out", str(results)]
+    assert cli.main(["report", *FLASH, *VIRTUAL, *out]) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks (virtual), uniform routing, fused, exact-128, measured on" in text
+    assert "fused, pow2-64, measured on" in text
+    assert FAST.name not in text
+    assert cli.main(["report", *FLASH, *VIRTUAL, *out, "--recipe", "pow2-64"]) == 0
+    assert "exact-128" not in capsys.readouterr().out
+    assert cli.main(["report", *FLASH, *out]) == 0
+    assert "virtual" not in capsys.readouterr().out
+
+    where = ["--device", DEVICE, "--schedules", str(tmp_path / "schedules")]
+    assert cli.main(["freeze", *FLASH, *out, *where]) == 0
+    assert cli.main(["freeze", *FLASH, *VIRTUAL, *out, *where]) == 0
+    assert "1 entries" in capsys.readouterr().out
+    entries = read_frozen(tmp_path / "schedules" / DEVICE / "deepseek-v4-flash.json").entries
+    assert [(e.num_ranks, e.rank_mode) for e in entries] == [
+        (4, "virtual"),
+        (8, "one"),
+        (8, "one"),
+    ]
+    assert entries[0].schedule == schedule
+    assert cli.main(["why", *FLASH, *VIRTUAL, "--tokens", "16", *where]) == 0
+    text = capsys.readouterr().out
+    assert f"schedule  {schedule.name}" in text
+    assert "the GPU's SMs // 4" in text
+    assert cli.main(["freeze", *FLASH, *VIRTUAL, *out, *where, "--recipe", "pow2-64"]) == 0
+    assert cli.main(["why", *FLASH, *VIRTUAL, "--tokens", "16", *where]) == 0
+    text = capsys.readouterr().out
+    assert f"schedule  {replace(schedule, stages=3).name}" in text
+    assert "recipe             pow2-64" in text
+    other = ["--ranks", "2", "--rank-mode", "virtual"]
+    assert cli.main(["freeze", *FLASH, *other, *out, *where]) == 2
+    assert "with 2 ranks (virtual)" in capsys.readouterr().err
+
+
+def test_virtual_search_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(farm, "Farm", lambda **options: InlineFarm(tmp_path / "reports"))
+    out = ["--out", str(tmp_path / "r"), "--space", "demo", "--recipe", "exact-64"]
+    assert cli.main(["search", *FLASH, *VIRTUAL, "--tokens", "512", *out]) == 0
+    assert "7 rows written (7 ok)" in capsys.readouterr().err
+    frame = read_table(tmp_path / "r" / "sm90-model" / "deepseek-v4-flash.csv")
+    assert set(frame["rank_mode"]) == {"virtual"}
+    assert set(frame["num_ranks"]) == {4}
+    assert set(frame["num_sms"]) == {33}
+    assert set(frame["recipe"]) == {"exact-64"}
+    assert set(frame["math_mode"]) == {"cooperative", "pingpong"}
+
+
 def test_search_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,12 +301,41 @@ def test_doctor(
     (tmp_path / DEVICE).mkdir()
     (tmp_path / DEVICE / "layer.json").write_text("{}")
     monkeypatch.setattr(doctor, "check_nvcc", lambda: (True, "nvcc compiles for sm_90a"))
+    monkeypatch.setattr(doctor, "gpu_lines", list)
     assert cli.main(["doctor", "--schedules", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for word in ("python", "torch", "tilelang", "kernel cache", "frozen for nvidia-h200"):
         assert word in text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in text
+    assert "0 SM90 GPUs here" in text
     monkeypatch.setattr(doctor, "check_nvcc", lambda: (False, "nvcc not found"))
     assert cli.main(["doctor", "--schedules", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "is not set: search and check set it to 32"),
+        ("32", "up to 16 on an SM90 GPU: CUDA_DEVICE_MAX_CONNECTIONS=32"),
+        ("1", "no: CUDA_DEVICE_MAX_CONNECTIONS=1, set it to 32"),
+        ("many", "no: CUDA_DEVICE_MAX_CONNECTIONS=many"),
+    ],
+)
+def test_doctor_on_virtual_ranks(value: str | None, text: str) -> None:
+    from tl_megamoe.explorer.doctor import virtual_ranks
+
+    assert text in virtual_ranks({"CUDA_DEVICE_MAX_CONNECTIONS": value} if value else {})
+
+
+def test_doctor_counts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tl_megamoe.explorer import doctor
+
+    lines = [("gpu 0", "H200, 132 SMs, SM90, kernels run here")] * 2
+    lines.append(("gpu 2", "A100, 108 SMs, not SM90: kernels do not run here"))
+    monkeypatch.setattr(doctor, "gpu_lines", lambda: lines)
+    assert doctor.real_ranks(doctor.count_gpus()) == "up to 2, on 2 SM90 GPUs of this machine"
+    monkeypatch.setattr(doctor, "gpu_lines", lambda: lines[2:])
+    assert doctor.real_ranks(doctor.count_gpus()) == "0 SM90 GPUs here, at least 2 needed"
 
 
 def test_doctor_compiles_for_sm90() -> None:

@@ -22,9 +22,10 @@ def test_plain_skip(): pytest.skip("fine")
 """
 
 
-def run_inner(pytester: pytest.Pytester, gpus: int, **files: str) -> dict[str, int]:
+def run_inner(pytester: pytest.Pytester, gpus: int, ranks: int = 1, **files: str) -> dict[str, int]:
     pytester.makeini("[pytest]\nmarkers =\n  sm90\n  multi_gpu\n")
-    pytester.makeconftest(CONFTEST + f"\ndef num_sm90_gpus(): return {gpus}\n")
+    job = f"\nWORLD_SIZE = {ranks}\ndef num_sm90_gpus(): return {gpus}\n"
+    pytester.makeconftest(CONFTEST + job)
     pytester.makepyfile(**files)
     return pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
 
@@ -39,6 +40,20 @@ def run_inner(pytester: pytest.Pytester, gpus: int, **files: str) -> dict[str, i
 )
 def test_sm90_skips(pytester: pytest.Pytester, gpus: int, outcome: dict[str, int]) -> None:
     assert run_inner(pytester, gpus, test_inner=INNER) == outcome
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "outcome"),
+    [
+        (4, 4, {"failed": 1, "deselected": 3}),
+        (4, 1, {"skipped": 1, "deselected": 3}),
+        (2, 2, {"deselected": 4}),
+    ],
+)
+def test_torchrun_runs_the_tests_of_its_size(
+    pytester: pytest.Pytester, ranks: int, gpus: int, outcome: dict[str, int]
+) -> None:
+    assert run_inner(pytester, gpus, ranks, test_inner=INNER) == outcome
 
 
 @pytest.mark.parametrize(("gpus", "outcome"), [(0, {"skipped": 1}), (1, {"errors": 1})])
@@ -57,3 +72,14 @@ def test_seed_follows_the_id(seed: int, parameter: int) -> None:
         expected[p] = zlib.crc32(name.encode()) & 0x7FFFFFFF
     assert expected[1] != expected[2]
     assert seed == expected[parameter]
+
+
+SHARED: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("mode", ["pingpong", "cooperative"])
+@pytest.mark.parametrize("parameter", [1, 2])
+def test_modes_share_a_seed(shared_seed: int, parameter: int, mode: str) -> None:
+    SHARED.setdefault(str(parameter), shared_seed)
+    assert SHARED[str(parameter)] == shared_seed
+    assert len(set(SHARED.values())) == len(SHARED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,13 @@ from tl_megamoe.explorer.farm import (
 )
 from tl_megamoe.kernel import KernelReport, KernelSpec
 from tl_megamoe.problem import Problem
+from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
 
 SMALL = Problem(name="s", hidden=512, intermediate=512, num_experts=4, num_topk=2, num_ranks=1)
+PINGPONG = Schedule(
+    math_mode="pingpong", block_m=64, stages=2, prefetch=2, rows_in_flight=1, experts_per_wave=1
+)
 GOOD = KernelReport(168, 0, 200_000, 8, (), "0123456789abcdef")
 
 # What the fake compiler does, by rows_in_flight.
@@ -128,6 +133,16 @@ def test_cache_key_is_the_kernel_and_its_sources(
     assert cache.get(spec(WORKS, 4)) == GOOD
     assert cache.get(spec(FAILS)) is None
     assert cache.get(spec(WORKS, phase="linear1")) is None
+    cache.put(spec(WORKS, phase="linear1"), GOOD)
+    shows = replace(spec(WORKS, phase="linear1"), debug=True)
+    assert cache.get(shows) is None
+    assert cache.get(replace(shows, debug=False)) == GOOD
+    for other in (
+        replace(spec(WORKS), recipe=Recipe.parse("pow2-64")),
+        replace(spec(WORKS), problem=replace(SMALL, num_ranks=2)),
+        replace(spec(WORKS), schedule=PINGPONG),
+    ):
+        assert cache.get(other) is None
     monkeypatch.setattr(farm_module, "kernel_digest", lambda: "other sources")
     assert cache.get(spec(WORKS)) is None
 

@@ -16,7 +16,8 @@ from tl_megamoe.explorer.freeze import freeze
 from tl_megamoe.explorer.table import SUMMARY_COLUMNS, append_rows, parse, table_path
 from tl_megamoe.frozen import device_key, lookup, read_frozen, resolve, schedules_root
 from tl_megamoe.problem import PRESETS, Problem
-from tl_megamoe.schedule import Schedule, default_schedule
+from tl_megamoe.recipe import ALL_RECIPES
+from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
 
 FLASH = PRESETS["deepseek-v4-flash"]
 VIEW = FLASH.one_rank()
@@ -110,7 +111,7 @@ def test_sizes_decide_and_names_do_not(tables: Path) -> None:
         replace(VIEW, intermediate=1024),
         replace(VIEW, num_topk=8),
         replace(VIEW, num_experts=64),
-        FLASH,  # the real eight ranks are not their one-rank view
+        replace(FLASH, num_ranks=4),
         replace(FLASH, num_ranks=4).one_rank(),
     ):
         assert lookup(other, DEVICE, 16, root=root) is None
@@ -259,3 +260,72 @@ def test_shipped_files_are_readable_and_valid() -> None:
             if entry.rank_mode == "one":
                 problem = problem.one_rank()
             assert entry.schedule.violations(problem) == [], (path, entry)
+
+
+def test_ranks_without_entries_take_those_of_one_of_them(tables: Path) -> None:
+    path = run_freeze(tables)
+    root = tables / "schedules"
+    for mode in ("real", "virtual"):
+        found = resolve(FLASH, DEVICE, 8192, 16, root=root, rank_mode=mode)
+        assert (found.origin, found.schedule) == ("frozen", FAST)
+        assert "measured with rank mode 'one' as one of 8 ranks" in found.message
+        assert f"nothing is frozen for rank mode {mode!r}" in found.message
+        assert lookup(replace(FLASH, num_ranks=4), DEVICE, 16, root=root, rank_mode=mode) is None
+    data = json.loads(path.read_text())
+    real = {**data["entries"][0], "rank_mode": "real", "max_tokens": 64}
+    real["schedule"] = SLOW.to_dict()
+    data["entries"].append(real)
+    path.write_text(json.dumps(data))
+    found = resolve(FLASH, DEVICE, 8192, 16, root=root)  # `real` is the mode of the problem
+    assert found.schedule == SLOW
+    assert "measured with" not in found.message
+    assert resolve(FLASH, DEVICE, 8192, 16, root=root, rank_mode="virtual").schedule == FAST
+    assert resolve(VIEW, DEVICE, 8192, 16, root=root).schedule == FAST
+    with pytest.raises(ValueError, match="rank_mode='two' must be one of one, virtual, real"):
+        lookup(FLASH, DEVICE, 16, root=root, rank_mode="two")
+
+
+def test_a_group_of_one_virtual_rank_is_one_rank(tables: Path) -> None:
+    run_freeze(tables)
+    found = resolve(VIEW, DEVICE, 64, 16, root=tables / "schedules", rank_mode="virtual")
+    assert found.schedule == FAST
+
+
+def test_forced_math_mode(tables: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_freeze(tables)
+    root = tables / "schedules"
+    with caplog.at_level(logging.WARNING):
+        frozen_one = resolve(VIEW, DEVICE, 8192, 16, root=root, math_mode="cooperative")
+        other = resolve(VIEW, DEVICE, 8192, 16, root=root, math_mode="pingpong")
+    assert (frozen_one.origin, frozen_one.schedule) == ("frozen", FAST)
+    assert (other.origin, other.schedule) == ("default", default_schedule(VIEW, 16, "pingpong"))
+    assert "math mode 'pingpong' is forced, and the schedule frozen in" in other.message
+    assert not caplog.records
+    nowhere = resolve(VIEW, "other", 8192, 16, root=root, math_mode="cooperative", quiet=True)
+    assert nowhere.schedule == default_schedule(VIEW, 16, "cooperative")
+    with pytest.raises(ValueError, match="math_mode='both' must be one of"):
+        resolve(VIEW, DEVICE, 8192, 16, root=root, math_mode="both")
+    narrow = replace(VIEW, name="narrow", hidden=384)
+    with pytest.raises(ScheduleError, match="'pingpong' is forced and not valid for narrow"):
+        resolve(narrow, DEVICE, 8192, 16, root=root, math_mode="pingpong")
+    with pytest.raises(ScheduleError, match="'pingpong' is forced and not valid for narrow"):
+        resolve(narrow, DEVICE, 8192, 8192, root=root, math_mode="pingpong")
+
+
+def test_the_threshold_is_for_what_no_table_covers(tables: Path) -> None:
+    run_freeze(tables)
+    root = tables / "schedules"
+    for tokens, threshold, mode in ((16, 0, "cooperative"), (16, 17, "pingpong")):
+        found = resolve(
+            VIEW, "other", 64, tokens, root=root, quiet=True, cooperative_threshold=threshold
+        )
+        assert found.schedule.math_mode == mode
+        found = resolve(VIEW, DEVICE, 64, tokens, root=root, cooperative_threshold=threshold)
+        assert found.schedule == FAST
+    # Pingpong is never the default of a problem that it does not fit.
+    for hidden in (128, 384, 512, 4096):
+        for intermediate in (128, 256, 3072):
+            problem = replace(VIEW, name="odd", hidden=hidden, intermediate=intermediate)
+            for recipe in ALL_RECIPES:
+                found = resolve(problem, "other", 64, 8, root=root, quiet=True, recipe=recipe)
+                assert found.schedule.violations(problem, recipe) == []

@@ -63,11 +63,14 @@ def test_counters_do_not_overlap(problem: Problem, capacity: int) -> None:
     sizes = {
         "dispatch_sync": 32,
         "combine_sync": 32,
+        "dispatch_signal": 32,
+        "combine_signal": 32,
         "expert_send_count": problem.num_experts,
         "expert_recv_count": problem.num_experts,
         "expert_recv_count_sum": problem.num_local_experts,
         "l1_arrival_count": layout.max_pool_blocks,
         "l2_arrival": layout.max_pool_blocks,
+        "l2_done": layout.max_pool_blocks,
     }
     assert set(sizes) | {"end"} == set(at)
     if problem.num_ranks == 1:
@@ -107,3 +110,16 @@ def test_capacity_limit_of_the_source_metadata() -> None:
     make_layout(p, limit)
     with pytest.raises(ValueError, match=f"Largest capacity: {limit}"):
         make_layout(p, limit + 1)
+
+
+def test_pool_blocks_fit_a_task() -> None:
+    p = Problem(name="wide", hidden=128, intermediate=128, num_experts=16, num_topk=1, num_ranks=16)
+    make_layout(p, 2**23)
+    with pytest.raises(ValueError, match="22 bits of a pool block"):
+        make_layout(p, 2**24)
+
+
+def test_ranks_of_one_launch() -> None:
+    p = Problem(name="far", hidden=128, intermediate=128, num_experts=17, num_topk=1, num_ranks=17)
+    with pytest.raises(ValueError, match="num_ranks=17 of problem 'far' exceeds 16"):
+        make_layout(p, 8)

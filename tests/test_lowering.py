@@ -60,6 +60,7 @@ def test_fused_text_has_its_barriers() -> None:
     spec = KernelSpec(problem=SMALL, schedule=schedule, capacity=SMALL_CAPACITY)
     text = compile_kernel(spec).source()
     assert text.count("tlmm_grid_sync((") == 2  # counts known, rows scattered
+    assert "tlmm_rank_sync((" not in text
     assert text.count("tlmm_wait_equal((") == 2  # tokens, linear1
     for barrier in ("tlmm_bar(2, 384)", "tlmm_bar(5, 256)", "tlmm_bar(10, 256)"):
         assert barrier in text
@@ -69,6 +70,29 @@ def test_fused_text_has_its_barriers() -> None:
     assert "__sync_thread_partial" not in text
     assert "printf" not in text
     assert "__trap" not in text
+
+
+def test_pingpong_text_hands_over_turns() -> None:
+    schedule = variants(SMALL)["pingpong"]
+    report_spec = KernelSpec(problem=SMALL, schedule=schedule, capacity=SMALL_CAPACITY)
+    check_report(inspect_kernel(report_spec), schedule, SMALL)
+    text = compile_kernel(report_spec).source()
+    for wg in (0, 1):
+        for barrier in (6, 8):  # products, epilogue: wait for one's own turn, give the other's
+            assert f"tlmm_bar({barrier + wg}, 256)" in text
+            assert f"tlmm_bar_arrive({barrier + wg}, 256)" in text
+    assert "tlmm_bar(10, 256)" not in text  # nothing is exchanged between the warpgroups
+
+
+def test_many_ranks_text_meets_its_peers() -> None:
+    problem = replace(SMALL, num_ranks=2)
+    schedule = replace(fit(problem), num_sms=66)
+    spec = KernelSpec(problem=problem, schedule=schedule, capacity=SMALL_CAPACITY)
+    check_report(inspect_kernel(spec), schedule, problem)
+    text = compile_kernel(spec).source()
+    assert text.count("tlmm_rank_sync((") == 2
+    assert "tlmm_grid_sync((" not in text
+    assert text.count("tlmm_wait_equal((") == 4  # tokens, linear1, and both rings
 
 
 def test_runtime_fields_share_a_kernel() -> None:
@@ -83,13 +107,12 @@ def test_spec_refuses_what_no_kernel_runs() -> None:
     schedule = fit(SMALL)
     with pytest.raises(ValueError, match="phase='gate' must be one of fused"):
         KernelSpec(problem=SMALL, schedule=schedule, capacity=64, phase="gate")
-    with pytest.raises(ScheduleError, match="recipe pow2-128 has no kernel"):
-        KernelSpec(problem=SMALL, schedule=schedule, capacity=64, recipe=Recipe(scale="pow2"))
+    with pytest.raises(ValueError, match="debug=True with phase='fused'"):
+        KernelSpec(problem=SMALL, schedule=schedule, capacity=64, debug=True)
+    with pytest.raises(ScheduleError, match="block_m=32 is below the 64 rows"):
+        KernelSpec(problem=SMALL, schedule=replace(schedule, block_m=32), capacity=64)
     with pytest.raises(ScheduleError, match="experts_per_wave=3 does not divide"):
         KernelSpec(problem=SMALL, schedule=replace(schedule, experts_per_wave=3), capacity=64)
-    eight = PRESETS["mimo-v2.5"]
-    with pytest.raises(ValueError, match=r"num_ranks=8 .*one_rank\(\)"):
-        KernelSpec(problem=eight, schedule=fit(eight.one_rank()), capacity=64)
 
 
 def test_report_is_read_from_ptxas() -> None:

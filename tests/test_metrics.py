@@ -53,6 +53,27 @@ def test_touched_experts_never_counts_dropped_routes() -> None:
     assert metrics.touched_experts(torch.full((3, 2), -1)) == 0
 
 
+def test_remote_pairs_leave_out_own_and_dropped_routes() -> None:
+    p = Problem(name="p", hidden=256, intermediate=128, num_experts=6, num_topk=2, num_ranks=3)
+    by_rank = [
+        torch.tensor([[0, 1], [2, 5]]),  # two stay, one goes to rank 1, one to rank 2
+        torch.tensor([[3, -1], [4, 0], [6, 99]]),  # one stays, one to 2, one to 0
+        torch.empty((0, 2), dtype=torch.int64),
+    ]
+    assert metrics.remote_pairs(by_rank, p) == (1, 1, 2)
+    one = Problem(name="p", hidden=256, intermediate=128, num_experts=6, num_topk=2, num_ranks=1)
+    assert metrics.remote_pairs(by_rank[:1], one) == (0,)
+
+
+def test_nvlink_bytes_by_hand() -> None:
+    p = Problem(name="p", hidden=256, intermediate=128, num_experts=6, num_topk=2, num_ranks=3)
+    row_in, row_out = 256 + 2 * 4 + 4, 2 * 256
+    assert metrics.nvlink_bytes(p, 10, 10) == 10 * row_out
+    assert metrics.nvlink_bytes(p, 100, 10) == 100 * row_in
+    assert metrics.nvlink_bytes(p, 0, 0) == 0
+    assert metrics.nvlink_gbs(p, 10, 10, 4.0) == pytest.approx(10 * row_out / 4e-6 / 1e9)
+
+
 @pytest.mark.parametrize("yardstick", [0.0, -1.0, float("nan")])
 def test_yardstick_must_be_positive(yardstick: float) -> None:
     with pytest.raises(ValueError, match="yardstick_tflops"):

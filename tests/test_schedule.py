@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_megamoe import PRESETS, Problem, Recipe, Schedule, ScheduleError
+from tl_megamoe.recipe import ALL_RECIPES
 from tl_megamoe.schedule import LAUNCH_REGISTERS, SMEM_LIMIT_BYTES, default_schedule
 
 FLASH = PRESETS["deepseek-v4-flash"].one_rank()
@@ -17,6 +18,7 @@ TOKENS = (1, 16, 64, 256, 512, 1024, 4096, 8192)
 
 schedules = st.builds(
     Schedule,
+    math_mode=st.sampled_from(("cooperative", "pingpong", "solo")),
     block_m=st.sampled_from((32, 64, 128, 256)),
     linear1_block_n=st.sampled_from((64, 128, 256)),
     linear2_block_n=st.sampled_from((64, 128, 256)),
@@ -54,7 +56,7 @@ def test_violations_name_a_field_and_its_value(schedule: Schedule, problem: Prob
     found = schedule.violations(problem)
     for sentence in found:
         field, _, rest = sentence.partition("=")
-        assert field in FIELDS | {"threads"}
+        assert field in FIELDS
         assert rest.startswith(str(getattr(schedule, field))) or rest.startswith(
             repr(getattr(schedule, field))
         )
@@ -102,6 +104,7 @@ def test_names_are_unique(a: Schedule, b: Schedule) -> None:
 def test_names_change_with_every_field() -> None:
     base = Schedule(experts_per_wave=32)
     lag = dataclasses.replace(base, order="lag", lag=4)
+    pingpong = dataclasses.replace(base, math_mode="pingpong", block_m=64)
     changes = {
         "block_m": 64,
         "linear1_block_n": 128,
@@ -116,10 +119,10 @@ def test_names_change_with_every_field() -> None:
         "num_sms": 128,
         "prefetch": 0,
     }
-    names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name}
+    names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name, pingpong.name}
     names |= {dataclasses.replace(base, **{k: v}).name for k, v in changes.items()}
-    assert len(names) == 3 + len(changes)
-    assert set(changes) | {"order", "lag"} == FIELDS
+    assert len(names) == 4 + len(changes)
+    assert set(changes) | {"order", "lag", "math_mode"} == FIELDS
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,11 @@ def test_from_dict_refuses(change: dict[str, object], message: str) -> None:
         ({"stages": 17}, "exceeds the 16 K blocks"),
         ({"prefetch": 33}, "exceeds the 32 K blocks"),
         ({"rows_in_flight": 33}, "32 lanes"),
+        ({"math_mode": "pingpong"}, "needs block_m=64, found block_m=128"),
+        (
+            {"math_mode": "pingpong", "block_m": 64, "linear2_block_n": 128},
+            "use linear2_block_n=256",
+        ),
     ],
 )
 def test_rules(change: dict[str, object], message: str) -> None:
@@ -161,10 +169,29 @@ def test_rules(change: dict[str, object], message: str) -> None:
     assert any(message in sentence for sentence in found), found
 
 
-def test_recipes_without_a_kernel_are_violations() -> None:
-    assert Schedule().violations(FLASH, Recipe()) == []
-    for recipe in (Recipe(scale="pow2"), Recipe(intermediate_group=64)):
-        assert any("has no kernel" in s for s in Schedule().violations(FLASH, recipe))
+def test_every_recipe_runs_and_counts_its_scales() -> None:
+    for recipe in ALL_RECIPES:
+        assert Schedule().violations(FLASH, recipe) == []
+        scales = Schedule().smem_buffers(FLASH, recipe)["ring_a_sf"]
+        assert scales == 4 * 128 * 4 * recipe.scales_per_k_block
+
+
+def test_block_m_32_is_for_dispatch_alone() -> None:
+    schedule = Schedule(block_m=32)
+    assert schedule.violations(FLASH, None, "dispatch") == []
+    for phase in ("fused", "linear1", "linear2", "combine"):
+        assert any("block_m=32" in s for s in schedule.violations(FLASH, None, phase))
+
+
+def test_default_takes_the_mode_of_its_threshold() -> None:
+    modes = {t: default_schedule(FLASH, t).math_mode for t in (1, 255, 256, 8192)}
+    assert modes == {1: "pingpong", 255: "pingpong", 256: "cooperative", 8192: "cooperative"}
+    assert default_schedule(FLASH, 255, cooperative_threshold=100).math_mode == "cooperative"
+    assert default_schedule(FLASH, 8192, "pingpong").violations(FLASH) == []
+    group64 = default_schedule(FLASH, 1, recipe=Recipe(intermediate_group=64))
+    assert group64.math_mode == "cooperative"
+    narrow = dataclasses.replace(FLASH, hidden=384, intermediate=384)
+    assert default_schedule(narrow, 1).math_mode == "cooperative"
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

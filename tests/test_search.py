@@ -21,7 +21,8 @@ from tl_megamoe.explorer.table import read_table
 from tl_megamoe.explorer.worker import CellInfo, CheckResult, WorkerConfig, kernel_specs
 from tl_megamoe.kernel import KernelReport, KernelSpec
 from tl_megamoe.problem import PRESETS
-from tl_megamoe.schedule import Schedule, default_schedule
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
+from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
 
 VIEW = PRESETS["deepseek-v4-flash"].one_rank()
 SPACE = """
@@ -259,6 +260,79 @@ def test_a_limit_and_a_frozen_schedule(
     frame = rows_of(options)
     assert len(frame) == 4
     assert Found.schedule.name in set(frame["candidate"])
+
+
+def test_virtual_ranks_count_the_whole_gpu(
+    options: SearchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def lookup(*args: Any, **fields: Any) -> None:
+        asked.append(fields["rank_mode"])
+
+    monkeypatch.setattr(search_module.frozen, "lookup", lookup)
+    layer = replace(PRESETS["deepseek-v4-flash"], num_ranks=4)
+    virtual = replace(options, problem=layer, rank_mode="virtual", capacity=512)
+    config = worker_config(virtual)
+    assert (config.rank_mode, config.problem) == ("virtual", layer)
+    specs = kernel_specs(config, default_schedule(layer, 512))
+    assert {spec.problem.num_ranks for spec in specs.values()} == {4}
+
+    class FourRanks(FakeGpu):
+        def cell(self, num_tokens: int, routing: str) -> CellInfo:
+            return CellInfo(250, 4 * 6 * num_tokens, 2400)
+
+    run(virtual, FourRanks(), tmp_path)
+    assert asked == ["virtual"]
+    frame = rows_of(options)
+    ok = frame[frame["status"] == "ok"]
+    assert set(frame["num_ranks"]) == {4}
+    assert set(frame["rank_mode"]) == {"virtual"}
+    assert set(frame["num_local_experts"]) == {64}
+    assert set(frame["num_sms"]) == {33, 32}
+    assert set(ok["num_tokens"]) == {512}  # of a rank; what follows is of the GPU
+    row = ok.iloc[0]
+    us, size = row["median_us"], (layer, 4 * 512, 250, 4 * 6 * 512)
+    assert row["pairs"] == 4 * 6 * 512
+    assert row["floor_us"] == pytest.approx(
+        search_module.metrics.memory_floor_us(*size[:3]), rel=1e-4
+    )
+    assert row["tflops"] == pytest.approx(6 * size[3] * 4096 * 2048 / (us * 1e6), rel=1e-4)
+    assert row["hbm_gbs"] == pytest.approx(search_module.metrics.hbm_gbs(*size, us), rel=1e-4)
+    assert row["nvlink_gbs"] == pytest.approx(2400 * 2 * 4096 / (us * 1e3), rel=1e-4)
+    assert "NVLink GB/s" in render(frame)
+    # A one-rank row is another piece of work, and has no NVLink.
+    done = run(options, FakeGpu(), tmp_path)
+    assert done.skipped == 0
+    alone = rows_of(options)
+    alone = alone[alone["rank_mode"] == "one"]
+    assert alone["nvlink_gbs"].isna().all()
+    assert "NVLink" not in render(alone)
+    assert run(virtual, FourRanks(), tmp_path).written == 0
+
+
+def test_virtual_ranks_without_a_gpu(options: SearchOptions, tmp_path: Path) -> None:
+    layer = replace(PRESETS["deepseek-v4-flash"], num_ranks=4)
+    run(replace(options, problem=layer, rank_mode="virtual"), None, tmp_path)
+    frame = rows_of(options, "sm90-model")
+    assert set(frame["pairs"]) == {4 * 6 * 512}
+    assert set(frame["touched_experts"]) == {256}
+    assert (frame["predicted_us"] > 1400).all()  # all experts' weights through one memory
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_rows_say_their_recipe(options: SearchOptions, tmp_path: Path, recipe: Recipe) -> None:
+    specs = kernel_specs(worker_config(replace(options, recipe=recipe)), Schedule(stages=3))
+    assert {spec.recipe for spec in specs.values()} == {recipe}
+    run(replace(options, recipe=recipe, limit=2), FakeGpu(), tmp_path)
+    assert set(rows_of(options)["recipe"]) == {str(recipe)}
+    assert f"fused, {recipe}, measured on" in render(rows_of(options))
+
+
+def test_a_problem_without_a_default_is_refused_before_compiling(options: SearchOptions) -> None:
+    many = replace(VIEW, num_experts=16384, from_num_ranks=None)  # tables that fill shared memory
+    with pytest.raises(ScheduleError, match="leaves no room"):
+        search_module.plan_cells(replace(options, problem=many))
 
 
 def test_a_phase_needs_the_phases_before_it(options: SearchOptions, tmp_path: Path) -> None:

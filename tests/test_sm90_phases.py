@@ -1,108 +1,102 @@
-"""Each stand-alone phase against its reference, on the GPU, one after the other on one buffer."""
+"""Each stand-alone phase against its reference, on the GPU: the checks of `tl-megamoe check`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import pytest
-import torch
 from gpu_cases import (
-    ONE_RANK,
-    PHASE_VARIANTS,
+    DEBUG_SCHEDULES,
+    FLASH,
+    FLASH_PHASE_SCHEDULES,
+    ON_RANKS,
+    PHASE_SCHEDULES,
     PRESET_CAPACITY,
+    RANK_PHASE_SCHEDULES,
+    RANKS_CAPACITY,
     SMALL,
     SMALL_CAPACITY,
-    fit,
-    variants,
+    WRAPS,
+    phase_schedule,
+    real_ranks,
 )
-from gpu_world import World, world
+from gpu_world import world
 
-from tl_megamoe import reference
+from tl_megamoe.explorer.checks import ACCUMULATORS, PHASE_CHECKS
 from tl_megamoe.problem import Problem
-from tl_megamoe.schedule import Schedule
 
 pytestmark = pytest.mark.sm90
 
-FLASH = ONE_RANK["deepseek-v4-flash"]
-CASES = [
-    pytest.param(SMALL, SMALL_CAPACITY, variants(SMALL)[name], tokens, routing, mask, id=case)
-    for name in PHASE_VARIANTS
-    for case, tokens, routing, mask in (
-        (f"{name}-1", 1, "uniform", 0.0),
-        (f"{name}-129-masked", 129, "uniform", 0.3),
-        (f"{name}-1024-zipf", 1024, "zipf:1.2", 0.0),
-        (f"{name}-500-hot1", 500, "hot1", 0.0),
-    )
-] + [
-    pytest.param(FLASH, PRESET_CAPACITY, fit(FLASH), tokens, "uniform", 0.0, id=f"flash-{tokens}")
-    for tokens in (64, 4096)
-]
-each_case = pytest.mark.parametrize(
-    ("problem", "capacity", "schedule", "tokens", "routing", "mask"), CASES
-)
+CASES: dict[str, tuple[int, str, float]] = {
+    "none": (0, "uniform", 0.0),
+    "1": (1, "uniform", 0.0),
+    "8": (8, "uniform", 0.0),
+    "48": (48, "uniform", 0.0),
+    "192": (192, "uniform", 0.0),
+    "129-masked": (129, "uniform", 0.3),
+    "500-hot1": (500, "hot1", 0.0),
+    "1024-zipf": (1024, "zipf:1.2", 0.0),
+}
+FLASH_CASES = ("48", "64", "4096")
+RANK_PROBLEM = ON_RANKS[real_ranks()] if real_ranks() else WRAPS
+RANK_CASES: dict[str, tuple[Sequence[int], str, float]] = {
+    "none": ((0, 0, 0, 0), "uniform", 0.0),
+    "48": ((48, 48, 48, 48), "uniform", 0.0),
+    "uneven": ((192, 0, 8, 65), "uniform", 0.2),
+    "zipf": ((100, 1, 129, 64), "zipf:1.0", 0.0),
+}
 
 
-def start(
-    problem: Problem, capacity: int, tokens: int, routing: str, mask: float, seed: int
-) -> World:
+def cases(tables: dict[str, Sequence[str]], names: Iterable[str]) -> list[Any]:
+    """(check, schedule, case) for every schedule of a phase."""
+    return [
+        pytest.param(
+            phase, check, schedule, name, id=f"{check}-{schedule}-{name}".replace(" ", "_")
+        )
+        for phase, chosen in tables.items()
+        for check in PHASE_CHECKS[phase]
+        for schedule in (DEBUG_SCHEDULES if check == ACCUMULATORS else chosen)
+        for name in names
+    ]
+
+
+def run(problem: Problem, capacity: int, phase: str, check: str, schedule: str) -> None:
     w = world(problem, capacity)
-    w.fill(tokens, seed, routing, mask)
-    return w
+    found = PHASE_CHECKS[phase][check](w, phase_schedule(problem, schedule))
+    assert found, found
 
 
-@each_case
-def test_phases_match_their_references(
-    problem: Problem,
-    capacity: int,
-    schedule: Schedule,
-    tokens: int,
-    routing: str,
-    mask: float,
-    seed: int,
-) -> None:
-    w = start(problem, capacity, tokens, routing, mask, seed)
-    b = w.buffer
-
-    # dispatch: bitwise
-    w.launch(schedule, "dispatch")
-    pool = w.pool()
-    assert b.expert_recv_count_sum.tolist() == list(pool.counts)
-    rows = w.pool_rows(schedule)
-    assert torch.equal(b.l1_acts.view(torch.uint8)[rows], pool.x.view(torch.uint8))
-    assert torch.equal(b.l1_acts_sf[:, rows].T, pool.x_sf)
-    assert torch.equal(b.l1_topk_weights[rows], pool.topk_weights)
-    assert w.counters_are_zero()
-
-    # linear1: codes within one step; a scale is off by what its largest value is off by
-    w.launch(schedule, "linear1")
-    codes, sf = reference.linear1(pool, w.plain.l1, w.plain.l1_sf)
-    got_codes = b.l2_acts.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
-    got_sf = b.l2_acts_sf[:, rows].T.contiguous()
-    same = reference.compare_codes(got_codes, codes)
-    assert same, same.reason
-    torch.testing.assert_close(got_sf, sf, rtol=2e-3, atol=0.0)
-    assert w.counters_are_zero()
-
-    # linear2: from the codes the kernel wrote, so that only its own rounding differs
-    w.launch(schedule, "linear2")
-    expected = reference.linear2(got_codes, got_sf, w.plain.l2, w.plain.l2_sf, pool.counts)
-    got = b.combine_acts[pool.slot, pool.token]
-    # One bf16 step (2**-8) in the few values that FP32 accumulation moves over a boundary.
-    same = reference.compare(got, expected, max_rel_error=2e-3, max_token_error=4e-3)
-    assert same, same.reason
-    untouched = torch.ones(b.combine_acts.shape[:2], dtype=torch.bool, device="cuda")
-    untouched[pool.slot, pool.token] = False
-    assert b.combine_acts[untouched].isnan().all()
-
-    # combine: bitwise
-    y = w.launch(schedule, "combine")
-    assert torch.equal(y, reference.combine(got, pool, tokens))
+@pytest.mark.parametrize(("phase", "check", "schedule", "case"), cases(PHASE_SCHEDULES, CASES))
+def test_small(phase: str, check: str, schedule: str, case: str, seed: int) -> None:
+    tokens, routing, mask = CASES[case]
+    world(SMALL, SMALL_CAPACITY).fill(tokens, seed, routing, mask)
+    run(SMALL, SMALL_CAPACITY, phase, check, schedule)
 
 
-def test_wrong_recipe_fails(seed: int) -> None:
-    """Power-of-two scales are told from exact ones by the bounds of the fused test."""
-    from tl_megamoe.recipe import Recipe
+@pytest.mark.parametrize(
+    ("phase", "check", "schedule", "case"),
+    [c for c in cases(FLASH_PHASE_SCHEDULES, FLASH_CASES) if c.values[1] != ACCUMULATORS],
+)
+def test_flash(phase: str, check: str, schedule: str, case: str, seed: int) -> None:
+    world(FLASH, PRESET_CAPACITY).fill(int(case), seed)
+    run(FLASH, PRESET_CAPACITY, phase, check, schedule)
 
-    w = start(SMALL, SMALL_CAPACITY, 512, "uniform", 0.0, seed)
-    y = w.launch(variants(SMALL)["wide128"])
-    assert reference.compare(y, w.expected(), intermediate=SMALL.intermediate)
-    other = w.expected(recipe=Recipe(scale="pow2"))
-    assert not reference.compare(y, other, intermediate=SMALL.intermediate)
+
+@pytest.mark.parametrize(
+    ("phase", "check", "schedule", "case"),
+    [
+        pytest.param(
+            *c.values,
+            id=c.id,
+            marks=[pytest.mark.multi_gpu(real_ranks())] if real_ranks() else [],
+        )
+        for c in cases(RANK_PHASE_SCHEDULES, RANK_CASES)
+        if c.values[1] != ACCUMULATORS
+    ],
+)
+def test_ranks(phase: str, check: str, schedule: str, case: str, seed: int) -> None:
+    counts, routing, mask = RANK_CASES[case]
+    w = world(RANK_PROBLEM, RANKS_CAPACITY)
+    w.fill([counts[r % 4] for r in range(RANK_PROBLEM.num_ranks)], seed, routing, mask)
+    run(RANK_PROBLEM, RANKS_CAPACITY, phase, check, schedule)

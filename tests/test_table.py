@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import logging
 import multiprocessing
 from pathlib import Path
@@ -10,9 +12,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tl_megamoe.explorer import table as table_module
 from tl_megamoe.explorer.table import (
+    ADDED,
     COLUMNS,
     RESUME_KEY,
+    SCHEDULE_COLUMNS,
     SCHEMA,
     SUMMARY_COLUMNS,
     TableError,
@@ -53,15 +58,32 @@ def row(**fields: Any) -> dict[str, Any]:
     }
 
 
+def as_schema_1(text: str) -> str:
+    """A table's text as the first schema had it."""
+    lines = list(csv.reader(io.StringIO(text)))
+    kept = [i for i, name in enumerate(lines[0]) if name not in ADDED[2]]
+    assert len(kept) == len(lines[0]) - 2
+    old = [[line[i] for i in kept] for line in lines]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(
+        [old[0], *(["1", *line[1:]] for line in old[1:])]
+    )
+    return out.getvalue()
+
+
 def test_columns_hold_the_contract_and_every_schedule_field() -> None:
     contract = (
         "problem num_tokens num_ranks rank_mode routing seed candidate status source median_us "
         "p10_us p90_us floor_us ratio_to_floor yardstick_tflops tflops hbm_gbs schema recipe phase "
         "observation reason baseline baseline_version baseline_us ratio_to_baseline sm_clock_mhz "
-        "mem_clock_mhz power_w temperature_c device tilelang torch commit measured_at"
+        "mem_clock_mhz power_w temperature_c device tilelang torch commit measured_at nvlink_gbs "
+        "math_mode"
     ).split()
     assert set(contract) | set(Schedule().to_dict()) <= set(COLUMNS)
     assert set(RESUME_KEY) <= set(COLUMNS)
+    words = {name for name, kind in SCHEDULE_COLUMNS.items() if kind == "str"}
+    assert words == {"math_mode", "order"}
+    assert set(SCHEDULE_COLUMNS.values()) == {"str", "int"}
 
 
 def test_round_trip_is_typed(tmp_path: Path) -> None:
@@ -134,18 +156,19 @@ def test_ragged_foreign_and_wrong_files_are_refused(tmp_path: Path) -> None:
     cases = {
         good + "1,2,3\n": "line 4: 3 values, the header has",
         good + first + ",more\n": "line 4",
-        good.replace("\n1,", "\n2,"): "line 2: schema '2', this version reads 1",
+        good.replace("\n2,", "\n3,"): "line 2: schema '3', the header is that of schema 2",
         good.replace("median_us", "mean_us", 1): "mean_us, median_us",
         good.replace("205.5", "fast", 1): "column median_us must hold float values",
         good.replace(",ok,", ",fine,", 1): "status 'fine' is none of ok, invalid",
-        f"a,b\n{first}\n": "its header is not that of schema 1",
+        f"a,b\n{first}\n": "its header is neither that of schema 2 nor of an older one",
+        as_schema_1(good).replace("\n1,", "\n2,"): "line 2: schema '2', the header is .* schema 1",
     }
     for text, message in cases.items():
         path.write_text(text)
         with pytest.raises(TableError, match=message):
             read_table(path)
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(TableError, match="its header is not that of schema 1"):
+    with pytest.raises(TableError, match="its header is neither that of schema 2"):
         append_rows(path, [row()])
     assert path.read_text() == "a,b\n1,2\n"
     assert header.startswith("schema,problem,num_tokens")
@@ -158,6 +181,101 @@ def test_bad_rows_are_refused_before_anything_is_written(tmp_path: Path) -> None
     with pytest.raises(TableError, match="unknown columns speed: a new column needs a new SCHEMA"):
         append_rows(path, [row(speed=1)])
     assert not path.exists()
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A file of schema 1 with a reason that needs quotes and a time of many digits."""
+    path = tmp_path / "old.csv"
+    append_rows(
+        path, [row(), row(num_tokens=64, status="timeout", median_us=None, reason='a "b",c')]
+    )
+    path.write_text(as_schema_1(path.read_text()).replace("205.5", "205.50001234"))
+    return path
+
+
+def test_a_file_of_schema_1_is_read_as_it_is(old: Path) -> None:
+    before = old.read_bytes()
+    frame = read_table(old)
+    assert old.read_bytes() == before
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["schema"].tolist() == [2, 2]
+    assert frame["math_mode"].tolist() == ["cooperative"] * 2
+    assert frame["nvlink_gbs"].isna().all()
+    assert frame["reason"].tolist() == ["", 'a "b",c']
+    assert frame["median_us"][0] == 205.50001234
+    assert finished_keys(old) == {key_of(row()), key_of(row(num_tokens=64))}
+
+
+def test_the_first_append_brings_a_file_to_this_schema(
+    old: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = list(csv.DictReader(io.StringIO(old.read_text())))
+    pingpong = Schedule(math_mode="pingpong", block_m=64)
+    with caplog.at_level(logging.WARNING):
+        append_rows(old, [row(num_tokens=128, nvlink_gbs=1.5, **pingpong.to_dict())])
+    assert "2 rows brought from schema 1 to 2" in caplog.text
+    after = list(csv.DictReader(io.StringIO(old.read_text())))
+    assert list(after[0]) == list(COLUMNS)
+    # Nothing is lost: every value as it was written, what is new beside it.
+    new = {"schema": "2", "nvlink_gbs": "", "math_mode": "cooperative"}
+    assert after[:2] == [{**line, **new} for line in before]
+    assert (after[2]["math_mode"], after[2]["nvlink_gbs"]) == ("pingpong", "1.5")
+    assert [p.name for p in old.parent.iterdir()] == ["old.csv"]
+    caplog.clear()
+    append_rows(old, [row(num_tokens=256)])
+    assert not caplog.records
+    assert read_table(old)["num_tokens"].tolist() == [16, 64, 128, 256]
+
+
+def test_a_cut_line_of_schema_1_is_set_aside_first(old: Path) -> None:
+    whole = old.read_text()
+    old.write_text(whole + whole.splitlines()[1][:30])
+    append_rows(old, [row(num_tokens=128)])
+    assert read_table(old)["num_tokens"].tolist() == [16, 64, 128]
+    assert (old.parent / "old.csv.rejected").read_text() == whole.splitlines()[1][:30] + "\n"
+
+
+def test_a_migration_that_fails_leaves_the_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("no space left")
+
+    before = old.read_bytes()
+    monkeypatch.setattr(table_module.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        append_rows(old, [row(num_tokens=128)])
+    assert old.read_bytes() == before
+    assert [p.name for p in old.parent.iterdir()] == ["old.csv"]
+    old.write_text(old.read_text() + "1,2,3\n")
+    ragged = old.read_bytes()
+    with pytest.raises(TableError, match="line 4: 3 values"):
+        append_rows(old, [row(num_tokens=128)])
+    assert old.read_bytes() == ragged
+
+
+def test_writers_that_meet_at_a_migration_lose_nothing(old: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_many, args=(str(old), seed)) for seed in (1, 2, 3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    frame = read_table(old)
+    assert len(frame) == 2 + 3 * 40
+    assert frame.groupby("seed").size().to_dict() == {0: 2, 1: 40, 2: 40, 3: 40}
+
+
+def test_a_summary_of_schema_1_is_brought_along(tmp_path: Path) -> None:
+    path = tmp_path / "summary.csv"
+    values = {k: v for k, v in row().items() if k in SUMMARY_COLUMNS}
+    update_summary(path, [values])
+    path.write_text(as_schema_1(path.read_text()))
+    update_summary(path, [{**values, "problem": "q"}])
+    frame = parse(path.read_text(), path, SUMMARY_COLUMNS)
+    assert frame["problem"].tolist() == ["p", "q"]
+    assert frame["math_mode"].tolist() == ["cooperative"] * 2
+    assert path.read_text().splitlines()[1].startswith("2,p,")
 
 
 def append_many(path: str, seed: int) -> None:

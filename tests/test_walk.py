@@ -23,6 +23,8 @@ from tl_megamoe.device.walk import (
 from tl_megamoe.problem import divisors_of
 
 NUM_CASES = 3000
+NO_RING = 2**31 - 1
+"""A ring that holds every block; smaller ones are in test_model_ranks.py."""
 
 
 class DeviceWalk:
@@ -43,7 +45,7 @@ class DeviceWalk:
     ) -> Task | None:
         array = (ctypes.c_int * len(first_block))(*first_block)
         experts = len(first_block) - 1
-        code = self.library.tlmm_task(index, array, experts, int(lag_order), step, n1, n2)
+        code = self.library.tlmm_task(index, array, experts, int(lag_order), step, NO_RING, n1, n2)
         if code < 0:
             return None
         return Task(1 if code & LINEAR1_BIT else 2, (code >> 8) & 0x3FFFFF, code & 255)

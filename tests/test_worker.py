@@ -1,4 +1,4 @@
-"""The GPU worker on the CPU: kernels that are right, wrong, unsteady or broken; rechecks."""
+"""The GPU worker on the CPU: kernels that are right, wrong, unsteady or broken; rechecks; ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from tl_megamoe import reference
-from tl_megamoe.explorer.protocol import Block
+from tl_megamoe.explorer.measure import RemoteBench
+from tl_megamoe.explorer.protocol import Block, Measurement, Rules, run_rounds
 from tl_megamoe.explorer.worker import STAGES, Worker, WorkerConfig, make_worker
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
-from tl_megamoe.recipe import Recipe
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
-from tl_megamoe.weights import restore_weights
+from tl_megamoe.virtual import VirtualGroup
+from tl_megamoe.weights import PlainWeights, restore_weights
 
 TINY = Problem(name="t", hidden=256, intermediate=128, num_experts=4, num_topk=2, num_ranks=1)
-GOOD = default_schedule(TINY, 16)
+PAIR = replace(TINY, num_ranks=2)
+GOOD = default_schedule(PAIR, 16)
 
 # What the fake kernel does, by rows_in_flight.
 RIGHT, WRONG, UNSTEADY, RAISES, NO_KERNEL, TIMES_OUT, NO_MEMORY, DRIFTS = 3, 4, 5, 6, 7, 8, 9, 10
@@ -35,6 +38,7 @@ class FakeKernel:
         self.spec = spec
         self.log = log
         self.launches = 0
+        self.arrived: list[tuple[Any, Any, torch.Tensor]] = []
 
     def launch(self, buffer: Any, weights: Any, y: torch.Tensor, n: int, s: Schedule) -> None:
         self.launches += 1
@@ -45,18 +49,29 @@ class FakeKernel:
         if behaviour == NO_MEMORY:
             raise torch.cuda.OutOfMemoryError("no room")
         if behaviour == TIMES_OUT:
-            buffer.report[:7] = torch.tensor([5, 0, 1, 2, 3, 4, 32])
+            buffer.report[:10] = torch.tensor([5, buffer.rank, 1, 2, -1, 3, 0, 1, 4, 32])
             raise RuntimeError("CUDA error: illegal address")
         if self.spec.phase not in ("fused", "combine"):
             return
-        inputs = [buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights]
-        plain = restore_weights(weights)
-        result = reference.moe(self.spec.problem, *[t[:n] for t in inputs], plain)
-        if behaviour == WRONG:
-            result[1] *= 1.5
-        if behaviour == UNSTEADY or (behaviour == DRIFTS and self.launches > 2):
-            result[0, 0] += result[0, 0].abs() * 0.01 * self.launches + 1e-3
-        y.copy_(result)
+        self.arrived.append((buffer, weights, y))
+        if len(self.arrived) < self.spec.problem.num_ranks:
+            return  # a rank alone cannot finish
+        ranks, self.arrived = self.arrived, []
+        assert [b.rank for b, _, _ in ranks] == list(range(len(ranks)))
+        parts = [restore_weights(w) for _, w, _ in ranks]
+        names = ("l1", "l1_sf", "l2", "l2_sf")
+        plain = PlainWeights(*(torch.cat([getattr(p, name) for p in parts]) for name in names))
+        for rank, (b, _, out) in enumerate(ranks):
+            inputs = [t[:n] for t in (b.x, b.x_sf, b.topk_idx, b.topk_weights)]
+            result = reference.moe(self.spec.problem, *inputs, plain, self.spec.recipe)
+            if rank == len(ranks) - 1:
+                if behaviour == WRONG:
+                    result[1] *= 1.5
+                if behaviour == UNSTEADY or (
+                    behaviour == DRIFTS and self.launches > 2 * len(ranks)
+                ):
+                    result[0, 0] += result[0, 0].abs() * 0.01 * self.launches + 1e-3
+            out.copy_(result)
 
 
 class FakeBench:
@@ -82,7 +97,16 @@ class FakeBench:
         return 1.0
 
 
-def make(phase: str = "fused") -> tuple[Worker, list[tuple[str, int]]]:
+class CpuGroup(VirtualGroup):
+    """Virtual ranks whose launches run one after the other."""
+
+    def run(self, launch: Any) -> list[Any]:
+        return [launch(rank) for rank in range(self.num_ranks)]
+
+
+def make(
+    phase: str = "fused", problem: Problem = TINY, recipe: Recipe | None = None
+) -> tuple[Worker, list[tuple[str, int]]]:
     log: list[tuple[str, int]] = []
 
     def compile_spec(spec: KernelSpec) -> Any:
@@ -90,19 +114,34 @@ def make(phase: str = "fused") -> tuple[Worker, list[tuple[str, int]]]:
             raise RuntimeError("nvcc failed")
         return FakeKernel(spec, log)
 
-    config = WorkerConfig(problem=TINY, capacity=24, recipe=Recipe(), phase=phase)
+    config = WorkerConfig(
+        problem=problem,
+        capacity=24,
+        recipe=recipe or Recipe(),
+        rank_mode="one" if problem.num_ranks == 1 else "virtual",
+        phase=phase,
+    )
     bench: Any = FakeBench()
-    return Worker(config, device="cpu", compile_spec=compile_spec, bench=bench), log
+    worker = Worker(
+        config,
+        device="cpu",
+        compile_spec=compile_spec,
+        bench=bench,
+        make_group=lambda ranks: CpuGroup(ranks, "cpu"),
+    )
+    return worker, log
 
 
+@pytest.mark.parametrize("problem", [TINY, PAIR], ids=["one", "virtual"])
 @pytest.mark.parametrize("phase", ["fused", "linear1"])
-def test_statuses(phase: str) -> None:
-    worker, _ = make(phase)
+def test_statuses(phase: str, problem: Problem) -> None:
+    worker, _ = make(phase, problem)
+    ranks = problem.num_ranks
     info = worker.cell(17, "uniform")
-    assert (info.touched, info.pairs) == (4, 34)
+    assert (info.touched, info.pairs) == (4, 34 * ranks)
     expected = {
         RIGHT: ("ok", ""),
-        WRONG: ("incorrect", "token 1 has relative error"),
+        WRONG: ("incorrect", f"token {17 * (ranks - 1) + 1} has relative error"),
         UNSTEADY: ("nondeterministic", "1 values differ between two launches"),
         RAISES: ("launch_error", "misaligned address"),
         NO_KERNEL: ("compile_error", "nvcc failed"),
@@ -110,7 +149,7 @@ def test_statuses(phase: str) -> None:
         NO_MEMORY: ("oom", "no room"),
     }
     for behaviour, (status, reason) in expected.items():
-        for buffer in worker.buffers:
+        for buffer in (b for buffers in worker.buffers for b in buffers):
             buffer.report.zero_()
         found = worker.check(f"c{behaviour}", schedule(behaviour))
         assert (found.status, found.context_lost) == (status, False), found
@@ -124,22 +163,109 @@ def test_statuses(phase: str) -> None:
 def test_three_sets_share_a_routing_and_nothing_else() -> None:
     worker, log = make()
     worker.cell(16, "zipf:1.2")
-    a, b, c = worker.buffers
+    a, b, c = (buffers[0] for buffers in worker.buffers)
     assert torch.equal(a.topk_idx[:16], b.topk_idx[:16])
     assert torch.equal(a.topk_weights[:16], c.topk_weights[:16])
     for first, second in ((a, b), (b, c), (a, c)):
         assert not torch.equal(first.x.view(torch.uint8), second.x.view(torch.uint8))
-    codes = [w.l1[0].view(torch.uint8) for w in worker.weights]
+    codes = [ranks[0].l1[0].view(torch.uint8) for ranks in worker.weights]
     assert not torch.equal(codes[0], codes[1])
     assert not torch.equal(codes[1], codes[2])
     worker.check("a", schedule(RIGHT))
     log.clear()
     worker.block("a")
-    assert log == [("fused", buffer.x.data_ptr()) for buffer in worker.buffers]
+    assert log == [("fused", buffer.x.data_ptr()) for buffer in (a, b, c)]
 
 
-def test_recheck_sees_a_result_that_moved() -> None:
-    worker, _ = make()
+def test_ranks_have_their_own_tokens_weights_and_memory() -> None:
+    worker, log = make(problem=PAIR)
+    info = worker.cell(16, "zipf:1.2")
+    routes = []
+    for index, (first, second) in enumerate(worker.buffers):
+        assert (first.rank, second.rank) == (0, 1)
+        assert first.peers.tolist() == [first.raw.data_ptr(), second.raw.data_ptr()]
+        assert not torch.equal(first.topk_idx[:16], second.topk_idx[:16])
+        assert not torch.equal(first.x.view(torch.uint8), second.x.view(torch.uint8))
+        routes.append(torch.cat([first.topk_idx[:16], second.topk_idx[:16]]))
+        codes = [worker.weights[index][rank].l1[0].view(torch.uint8) for rank in (0, 1)]
+        assert not torch.equal(*codes)
+        assert codes[0].shape[0] == PAIR.num_local_experts
+    assert torch.equal(routes[0], routes[1])
+    assert torch.equal(routes[0], routes[2])
+    received = [(routes[0][16:] < 2).sum(), (routes[0][:16] >= 2).sum()]
+    assert info.max_remote_pairs == int(max(received))
+    assert info.pairs == 64
+    worker.check("a", schedule(RIGHT))
+    log.clear()
+    worker.block("a")
+    order = [buffer.x.data_ptr() for buffers in worker.buffers for buffer in buffers]
+    assert log == [("fused", address) for address in order]
+    assert len(set(order)) == 6
+
+
+def test_the_weights_of_all_ranks_are_those_of_the_whole_layer() -> None:
+    alone, pair = make()[0], make(problem=PAIR)[0]
+    for one, two in zip(alone.weights, pair.weights, strict=True):
+        whole = one[0].l1[0].view(torch.uint8)
+        assert torch.equal(whole, torch.cat([w.l1[0].view(torch.uint8) for w in two]))
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_every_recipe_is_checked_against_itself(recipe: Recipe) -> None:
+    worker, _ = make(problem=PAIR, recipe=recipe)
+    worker.cell(24, "uniform")
+    assert {buffer.recipe for buffers in worker.buffers for buffer in buffers} == {recipe}
+    assert worker.check("a", schedule(RIGHT)).status == "ok"
+    other = next(r for r in ALL_RECIPES if r.scale != recipe.scale)
+    worker.config = replace(worker.config, recipe=other)  # a kernel of another recipe
+    assert worker.check("b", schedule(RIGHT)).status == "incorrect"
+
+
+def test_a_timeout_of_the_second_rank_is_found() -> None:
+    worker, _ = make(problem=PAIR)
+    worker.cell(16, "uniform")
+    first, second = worker.buffers[1]
+    second.report[2 * 16 : 2 * 16 + 10] = torch.tensor([2, 1, 3, 0, 0, -1, -1, -1, 4, 5])
+    found = worker.check("a", schedule(RAISES))
+    assert found.status == "timeout"
+    assert "rank 0 has not arrived" in found.reason
+    assert "rank 1, block 3" in found.reason
+
+
+def test_a_grid_that_a_rank_has_no_room_for_is_not_launched() -> None:
+    worker, log = make(problem=PAIR)
+    worker.cell(16, "uniform")
+    worker.buffers[0][0].num_sms = 66
+    found = worker.check("a", replace(schedule(RIGHT), num_sms=67))
+    assert found.status == "invalid"
+    assert found.reason == "num_sms=67 exceeds the 66 SMs that a rank has here"
+    assert not log
+    assert worker.check("b", replace(schedule(RIGHT), num_sms=66)).status == "ok"
+
+
+def test_a_phase_alone_needs_all_its_rows_in_memory() -> None:
+    worker, log = make("linear2", replace(PAIR, num_topk=256, name="w"))
+    worker.cell(24, "uniform")  # 6,144 rows a rank, and a ring of 7/16 of that and a block each
+    assert [sum(counts) for counts in worker.received] == pytest.approx([6144] * 2, rel=0.05)
+    found = worker.check("a", schedule(RIGHT))
+    assert found.status == "invalid"
+    assert "pool blocks of a rank, and a phase alone has memory for 46" in found.reason
+    assert not log
+    worker.cell(4, "uniform")
+    assert worker.check("a", schedule(RIGHT)).status == "ok"
+
+
+def test_a_worker_has_one_gpu() -> None:
+    options: dict[str, Any] = {"capacity": 24, "recipe": Recipe()}
+    with pytest.raises(ValueError, match="rank_mode='real' of a worker must be"):
+        WorkerConfig(problem=PAIR, rank_mode="real", **options)
+    with pytest.raises(ValueError, match="num_ranks=2 of problem 't' with rank_mode='one'"):
+        WorkerConfig(problem=PAIR, **options)
+
+
+@pytest.mark.parametrize("problem", [TINY, PAIR], ids=["one", "virtual"])
+def test_recheck_sees_a_result_that_moved(problem: Problem) -> None:
+    worker, _ = make(problem=problem)
     worker.cell(16, "uniform")
     for name, behaviour in (("right", RIGHT), ("drifts", DRIFTS)):
         assert worker.check(name, schedule(behaviour)).status == "ok"
@@ -177,8 +303,6 @@ def test_a_new_cell_forgets_the_old_one() -> None:
 @pytest.mark.sm90
 def test_a_real_worker_checks_and_times() -> None:
     """The default schedule of a small layer through check, timing and recheck on the GPU."""
-    from tl_megamoe.explorer.protocol import Measurement, Rules, run_rounds
-
     problem = replace(TINY, hidden=512, intermediate=256, num_experts=8)
     rules = Rules(rounds=2, warm_up_ms=10.0, min_block_ms=5.0)
     worker = make_worker(WorkerConfig(problem=problem, capacity=1024, recipe=Recipe(), rules=rules))
@@ -193,3 +317,27 @@ def test_a_real_worker_checks_and_times() -> None:
     assert 300.0 < found.yardstick_tflops < 2500.0
     assert worker.recheck("a").status == "ok"
     assert not worker.context_lost()
+
+
+@pytest.mark.sm90
+def test_a_real_worker_checks_and_times_virtual_ranks() -> None:
+    """Two ranks, in a process of their own: CUDA must start with enough hardware queues."""
+    problem = replace(TINY, hidden=512, intermediate=256, num_experts=8, num_ranks=2)
+    rules = Rules(rounds=2, warm_up_ms=10.0, min_block_ms=5.0)
+    config = WorkerConfig(
+        problem=problem, capacity=1024, recipe=Recipe(), rank_mode="virtual", rules=rules
+    )
+    chosen = replace(default_schedule(problem, 512), stages=2, prefetch=4, num_sms=66)
+    bench = RemoteBench(config, control=chosen)
+    try:
+        info = bench.cell(512, "uniform")
+        assert (info.touched, info.pairs) == (8, 2048)
+        assert 0 < info.max_remote_pairs < 1024
+        checked = bench.check("a", chosen)
+        assert checked.status == "ok", checked
+        found = run_rounds(bench, ["a"], rules=rules)["a"]
+        assert isinstance(found, Measurement), found
+        assert 1.0 < found.median_us < 2000.0
+        assert bench.recheck("a").status == "ok"
+    finally:
+        bench.close()

@@ -14,10 +14,23 @@ from .recipe import Recipe
 from .schedule import Schedule, ScheduleError
 
 if TYPE_CHECKING:
-    from .buffer import MegaMoeTimeout as MegaMoeTimeout
     from .buffer import SymmBuffer as SymmBuffer
+    from .compat import get_symm_buffer_for_mega_moe as get_symm_buffer_for_mega_moe
+    from .compat import get_symm_buffer_for_sm90_mega_moe as get_symm_buffer_for_sm90_mega_moe
+    from .compat import (
+        get_symm_buffer_size_for_sm90_mega_moe as get_symm_buffer_size_for_sm90_mega_moe,
+    )
+    from .compat import (
+        get_token_alignment_for_sm90_mega_moe as get_token_alignment_for_sm90_mega_moe,
+    )
+    from .compat import transform_weights_for_mega_moe_sm90 as transform_weights_for_mega_moe_sm90
+    from .handshake import disable_multicast as disable_multicast
     from .op import fp8_mega_moe as fp8_mega_moe
+    from .op import fp8_mega_moe_cooperative as fp8_mega_moe_cooperative
+    from .op import fp8_mega_moe_pingpong as fp8_mega_moe_pingpong
     from .op import mega_moe as mega_moe
+    from .timeouts import MegaMoeTimeout as MegaMoeTimeout
+    from .virtual import VirtualGroup as VirtualGroup
     from .weights import MoEWeights as MoEWeights
     from .weights import PlainWeights as PlainWeights
     from .weights import transform_separate as transform_separate
@@ -26,14 +39,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "MegaMoeTimeout": "buffer",
+    "MegaMoeTimeout": "timeouts",
     "SymmBuffer": "buffer",
+    "VirtualGroup": "virtual",
     "fp8_mega_moe": "op",
+    "fp8_mega_moe_cooperative": "op",
+    "fp8_mega_moe_pingpong": "op",
     "mega_moe": "op",
     "MoEWeights": "weights",
     "PlainWeights": "weights",
     "transform_separate": "weights",
     "transform_weights": "weights",
+    "get_symm_buffer_for_mega_moe": "compat",
+    "get_symm_buffer_for_sm90_mega_moe": "compat",
+    "get_symm_buffer_size_for_sm90_mega_moe": "compat",
+    "get_token_alignment_for_sm90_mega_moe": "compat",
+    "transform_weights_for_mega_moe_sm90": "compat",
+    "disable_multicast": "handshake",
 }
 
 __all__ = [
@@ -46,12 +68,21 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SymmBuffer",
+    "VirtualGroup",
     "__version__",
+    "disable_multicast",
     "fp8_mega_moe",
+    "fp8_mega_moe_cooperative",
+    "fp8_mega_moe_pingpong",
+    "get_symm_buffer_for_mega_moe",
+    "get_symm_buffer_for_sm90_mega_moe",
+    "get_symm_buffer_size_for_sm90_mega_moe",
+    "get_token_alignment_for_sm90_mega_moe",
     "load_problem",
     "mega_moe",
     "transform_separate",
     "transform_weights",
+    "transform_weights_for_mega_moe_sm90",
 ]
 
 

@@ -1,31 +1,31 @@
-"""The symmetric buffer of one rank: inputs, pools and counters in one allocation."""
+"""The symmetric buffer of a rank: inputs, pools and counters in one allocation.
+
+Three makers, one class: the constructor for one rank, `SymmBuffer.from_process_group` for ranks on
+GPUs of their own, `VirtualGroup.buffers` (virtual.py) for ranks that share one GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .layout import Layout, make_layout
+from .handshake import check_multicast_off, exchange_cards, own_card
+from .layout import LINE, Layout, make_layout
 from .problem import SCALE_BLOCK, Problem
+from .recipe import Recipe
 from .scaling import E4M3, E4M3_NAN_CODE
 from .schedule import Schedule
+from .timeouts import REPORT_LENGTH
+from .timeouts import TIMEOUT_TAGS as TIMEOUT_TAGS
+from .timeouts import MegaMoeTimeout as MegaMoeTimeout
+from .timeouts import check_reports as check_reports
 
 if TYPE_CHECKING:
     from .kernel import CompiledKernel
 
-REPORT_SLOT = 8
-"""Integers of one report; the slot of a wait starts at its tag times this."""
-REPORT_LENGTH = 64
-TIMEOUT_TAGS = {
-    1: "dispatch: exchange of the counts, grid barrier",
-    4: "linear1: pool block {info} waits for its tokens",
-    5: "linear2: pool block {info} waits for linear1",
-    6: "combine: grid barrier before the sum",
-}
-"""What a wait of device/barriers.py was for, by the tag it reports."""
 _DTYPES = {
     "float8_e4m3fn": E4M3,
     "bfloat16": torch.bfloat16,
@@ -35,25 +35,26 @@ _DTYPES = {
 }
 
 
-class MegaMoeTimeout(RuntimeError):  # noqa: N818 - a timeout is the word its callers know
-    """A wait in the kernel exceeded its bound; the message says which. The CUDA context is lost."""
-
-
 class SymmBuffer:
     """One rank's buffer, zeroed once; the kernel needs no memset between launches.
 
-    Attributes (all views of one allocation, see layout.py for the shapes):
+    Attributes (the tensors are views of one allocation, see layout.py for their shapes):
         x, x_sf, topk_idx, topk_weights: inputs, filled by the caller; `topk_idx` starts at -1.
         l1_acts, l1_acts_sf, l1_topk_weights, token_src_metadata: receive pool of linear1.
         l2_acts, l2_acts_sf: pool of linear2.
         combine_acts: (topk, capacity, hidden) bf16, rows that came back.
         src_routes, recv_stats, workspace: routing lists, cumulative counts, counters.
         expert_recv_count_sum: (local experts,) int32, rows each expert received in the last launch.
-        l1_arrival_count, l2_arrival: (pool blocks,) int32, zero between launches.
-        peers: (num_ranks,) int64, base address of every rank's buffer.
-        report: (64,) int32 in pinned host memory, a slot of 8 for each tag of a timed-out wait.
-        num_sms: multiprocessors of the device, None on a CPU.
-        schedules: schedule chosen for a token count, kept by op.py.
+        l1_arrival_count, l2_arrival, l2_done: (pool blocks,) int32, zero between launches.
+        dispatch_signal, combine_signal: (32,) int32, by rank: launches in which it has arrived.
+        peers: (num_ranks,) int64, base address of every rank's buffer as this GPU sees it.
+        report: (256,) int32 in pinned host memory, a slot of 16 for each tag of a timed-out wait.
+        rank: this rank, 0 to num_ranks - 1.
+        rank_mode: `one`, `virtual` (ranks share this GPU) or `real` (a GPU a rank).
+        group: process group of a `real` buffer, else None.
+        recipe: the numeric recipe that the pools are laid out for.
+        num_sms: multiprocessors that this rank may use, None on a CPU.
+        schedules: schedules chosen for token counts, kept by op.py.
         kernels: kernels loaded for this buffer, kept by op.py.
 
     Args:
@@ -61,6 +62,7 @@ class SymmBuffer:
         capacity: the most tokens of a launch.
         device: CUDA device; the current one when None. A CPU buffer serves tests.
         timeout_s: bound of every wait of a launch, in seconds.
+        recipe: `Recipe()` when None.
 
     Raises:
         ValueError: more than one rank, a bad capacity or timeout.
@@ -87,48 +89,175 @@ class SymmBuffer:
         capacity: int,
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
+        *,
+        recipe: Recipe | None = None,
     ) -> None:
         if problem.num_ranks != 1:
             raise ValueError(
-                f"num_ranks={problem.num_ranks} of problem {problem.name!r}: this buffer serves "
-                "one rank. Use problem.one_rank(), the layer as one of its ranks sees it."
+                f"num_ranks={problem.num_ranks} of problem {problem.name!r}: SymmBuffer(...) makes "
+                "the buffer of one rank. Use SymmBuffer.from_process_group(problem, ...) with a "
+                f"GPU a rank, VirtualGroup({problem.num_ranks}).buffers(problem, ...) with all "
+                "ranks on one GPU, or problem.one_rank(), the layer as one of its ranks sees it."
             )
-        if not 0 < timeout_s < 2**31 / 1000:
-            raise ValueError(f"timeout_s={timeout_s} must be positive and below {2**31 // 1000}")
-        self.problem = problem
-        self.capacity = capacity
+        check_timeout(timeout_s)
+        layout = make_layout(problem, capacity, recipe)
+        raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=pick_device(device))
+        self._set_up(layout, raw, [raw.data_ptr()], timeout_s=timeout_s)
+
+    @classmethod
+    def from_process_group(
+        cls,
+        problem: Problem,
+        capacity: int,
+        group: Any = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = 60.0,
+        *,
+        recipe: Recipe | None = None,
+    ) -> SymmBuffer:
+        """The buffer of this process' rank, in torch symmetric memory; all ranks call it.
+
+        The ranks compare what they were called with before anything is allocated, and when this
+        returns every rank's buffer is zeroed: any rank may launch. Multicast is kept off
+        (`handshake.disable_multicast`).
+
+        Args:
+            problem: the layer over all ranks; `num_ranks` is the size of `group`.
+            capacity: the most tokens that a rank contributes, the same on all ranks.
+            group: process group of the ranks; the default group when None.
+            device: this rank's GPU; the current one when None.
+            timeout_s: bound of every wait of a launch, in seconds; may differ between ranks.
+            recipe: `Recipe()` when None; the same on all ranks.
+
+        Raises:
+            ValueError: an argument is wrong or differs between the ranks; raised on all of them.
+            RuntimeError: torch.distributed is not initialised, or multicast is switched on.
+        """
+        import torch.distributed as dist
+
+        check_multicast_off()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "from_process_group needs torch.distributed: call "
+                "torch.distributed.init_process_group first, in a process that torchrun started"
+            )
+        group = dist.group.WORLD if group is None else group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        card = own_card(problem, capacity, recipe)
+        layout, where = None, torch.device("cpu")
+        try:  # an error of one rank must reach all: the others wait for its card
+            if problem.num_ranks != size:
+                raise ValueError(
+                    f"num_ranks={problem.num_ranks} of problem {problem.name!r} is not the size of "
+                    f"the process group, {size}. Start {problem.num_ranks} processes "
+                    f"(torchrun --nproc_per_node={problem.num_ranks}), or load the problem with "
+                    f"num_ranks={size}."
+                )
+            check_timeout(timeout_s)
+            layout = make_layout(problem, capacity, recipe)
+            where = pick_device(device)
+            if where.type != "cuda":
+                raise ValueError(
+                    f"device={str(where)!r} of a process group's buffer must be a CUDA device: "
+                    "symmetric memory is GPU memory"
+                )
+            properties = torch.cuda.get_device_properties(where)
+            card["device"] = str(getattr(properties, "uuid", where.index))
+        except (ValueError, RuntimeError) as error:
+            card["error"] = str(error)
+        exchange_cards(card, group, where)
+        assert layout is not None
+        with torch.cuda.device(where):
+            if size == 1:
+                raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=where)
+                handle, peers = None, [raw.data_ptr()]
+            else:
+                import torch.distributed._symmetric_memory as symmetric
+
+                raw = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=where)
+                raw.zero_()
+                handle = symmetric.rendezvous(raw, group)
+                offset = getattr(handle, "offset", 0)  # of this tensor in torch's allocation
+                peers = [int(address) + offset for address in handle.buffer_ptrs]
+            if len(peers) != size or peers[rank] != raw.data_ptr():
+                raise RuntimeError(
+                    f"symmetric memory gave the addresses {[hex(p) for p in peers]} to {size} "
+                    f"ranks, and rank {rank} allocated {raw.data_ptr():#x}: the kernel adds one "
+                    "offset to every rank's address and needs its own among them"
+                )
+            buffer = cls.__new__(cls)
+            buffer._set_up(
+                layout,
+                raw,
+                peers,
+                rank=rank,
+                rank_mode="real" if size > 1 else "one",
+                timeout_s=timeout_s,
+                group=group,
+                keep=handle,
+            )
+            torch.cuda.synchronize()
+            dist.barrier(group)  # nobody writes into a buffer that its rank still zeroes
+            torch.cuda.synchronize()
+        return buffer
+
+    def _set_up(
+        self,
+        layout: Layout,
+        raw: Tensor,
+        peers: Sequence[int],
+        *,
+        timeout_s: float,
+        rank: int = 0,
+        rank_mode: str = "one",
+        num_sms: int | None = None,
+        group: Any = None,
+        keep: Any = None,
+    ) -> None:
+        """Lay the views over a zeroed allocation.
+
+        Args:
+            layout: of this rank.
+            raw: (layout.num_bytes,) uint8, all zero.
+            peers: base address of every rank's buffer.
+            timeout_s: checked already.
+            rank, rank_mode, group: see the attributes.
+            num_sms: multiprocessors of this rank; all of the device when None.
+            keep: kept alive with the buffer, since others' memory hangs on it.
+        """
+        self.problem = layout.problem
+        self.capacity = layout.capacity
+        self.recipe = layout.recipe
+        self.layout = layout
         self.timeout_s = timeout_s
         self.timeout_ms = max(1, round(timeout_s * 1000))
-        self.rank = 0
-        self.layout: Layout = make_layout(problem, capacity)
-        if device is None:
-            if not torch.cuda.is_available():
-                raise ValueError(
-                    "device=None means the current CUDA device, and torch sees none. The kernel "
-                    "needs an SM90 GPU; device='cpu' makes a buffer to look at."
-                )
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.raw = torch.zeros(self.layout.num_bytes, dtype=torch.uint8, device=device)
-        self.device = self.raw.device
-        for section in self.layout.sections.values():
-            part = self.raw[section.offset : section.offset + section.num_bytes]
+        self.rank = rank
+        self.rank_mode = rank_mode
+        self.group = group
+        self._keep = keep
+        self.raw = raw
+        self.device = raw.device
+        for section in layout.sections.values():
+            part = raw[section.offset : section.offset + section.num_bytes]
             setattr(self, section.name, part.view(_DTYPES[section.dtype]).view(section.shape))
-        blocks = self.layout.max_pool_blocks
+        blocks = layout.max_pool_blocks
         self.expert_recv_count_sum = self._counter(
-            "expert_recv_count_sum", problem.num_local_experts
+            "expert_recv_count_sum", self.problem.num_local_experts
         )
         self.l1_arrival_count = self._counter("l1_arrival_count", blocks)
         self.l2_arrival = self._counter("l2_arrival", blocks)
-        self.peers = torch.tensor([self.raw.data_ptr()], dtype=torch.int64, device=self.device)
+        self.l2_done = self._counter("l2_done", blocks)
+        self.dispatch_signal = self._counter("dispatch_signal", LINE)
+        self.combine_signal = self._counter("combine_signal", LINE)
+        self.peers = torch.tensor(list(peers), dtype=torch.int64, device=self.device)
         on_gpu = self.device.type == "cuda"
         self.report = torch.zeros(REPORT_LENGTH, dtype=torch.int32, pin_memory=on_gpu)
         self.topk_idx.fill_(-1)
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "cpu"
-        self.num_sms: int | None = None
-        if on_gpu:
-            properties = torch.cuda.get_device_properties(self.device)
-            self.num_sms = properties.multi_processor_count
-        self.schedules: dict[int, Schedule] = {}
+        if num_sms is None and on_gpu:
+            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.num_sms = num_sms
+        self.schedules: dict[Hashable, Schedule] = {}
         self.kernels: dict[Hashable, CompiledKernel] = {}
 
     def _counter(self, name: str, length: int) -> Tensor:
@@ -187,7 +316,11 @@ class SymmBuffer:
         return tokens
 
     def poison(self) -> None:
-        """Fill the pools with NaN and impossible sources, so that a read of a stale row shows."""
+        """Fill the pools with NaN and impossible sources, so that a read of a stale row shows.
+
+        Inputs, counters and signals stay. With more than one rank no rank may be running, nor
+        launch before all have been poisoned: launches of peers write into this buffer.
+        """
         for codes in (self.l1_acts, self.l2_acts):
             codes.view(torch.uint8).fill_(E4M3_NAN_CODE)
         for values in (self.l1_acts_sf, self.l1_topk_weights, self.l2_acts_sf, self.combine_acts):
@@ -196,31 +329,55 @@ class SymmBuffer:
         self.src_routes.fill_(-1)
 
     def check_report(self) -> None:
-        """Raise MegaMoeTimeout if a wait timed out; reads host memory only.
+        """Raise MegaMoeTimeout if a wait of this rank timed out; reads host memory only.
 
-        Call it after the launch has ended, also when the end was a CUDA error.
+        Call it after the launch has ended, also when the end was a CUDA error. Ranks that share a
+        GPU lose it together: `check_reports` names the earliest cause among them.
+
+        Raises:
+            MegaMoeTimeout: names the earliest wait, its attributes hold the details.
         """
-        slots = self.report.view(-1, REPORT_SLOT).tolist()
-        stuck = [slot for slot in slots if slot[0]]
-        if not stuck:
-            return
-        # Phases in order of their tags: the earliest is the cause, the others wait for it.
-        tag, rank, block, thread, info, have, want = stuck[0][:7]
-        what = TIMEOUT_TAGS.get(tag, f"unknown wait, tag {tag}").format(info=info)
-        others = ", ".join(TIMEOUT_TAGS.get(s[0], str(s[0])).split(":")[0] for s in stuck[1:])
-        raise MegaMoeTimeout(
-            f"{what}: rank {rank}, block {block}, thread {thread} counted {have} of {want} in "
-            f"{self.timeout_s:g} s{f' (stuck behind it: {others})' if others else ''}. Every block "
-            "of the grid must be resident at once: is another stream or process holding SMs, or "
-            "did a rank not launch? The CUDA context is lost."
-        )
+        check_reports((self,))
+
+    def destroy(self) -> None:
+        """Let go of the memory; nothing of the buffer can be used after. All ranks must be idle."""
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor):
+                delattr(self, name)
+        self._keep = None
+        self.kernels.clear()
 
     def describe(self) -> str:
-        """Where the bytes are: the layout's sections, and the device."""
-        return f"{self.layout.describe()}\n  on {self.device}"
+        """Where the bytes are: the layout's sections, the rank and the device."""
+        where = f"rank {self.rank} of {self.problem.num_ranks}, mode {self.rank_mode}"
+        return f"{self.layout.describe()}\n  {where}, on {self.device}"
 
     def __repr__(self) -> str:
+        rank = f"rank={self.rank} of {self.problem.num_ranks} ({self.rank_mode}), "
         return (
-            f"SymmBuffer({self.problem.name!r}, capacity={self.capacity}, "
-            f"{self.num_bytes:,} bytes on {self.device})"
+            f"SymmBuffer({self.problem.name!r}, {'' if self.rank_mode == 'one' else rank}"
+            f"capacity={self.capacity}, {self.num_bytes:,} bytes on {self.device})"
         )
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise ValueError unless `timeout_s` is a bound that the kernel can count in milliseconds."""
+    if not 0 < timeout_s < 2**31 / 1000:
+        raise ValueError(f"timeout_s={timeout_s} must be positive and below {2**31 // 1000}")
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """`device`, or the current CUDA device when None; a CUDA device always with its index.
+
+    Raises:
+        ValueError: None, and torch sees no CUDA device.
+    """
+    if device is None and not torch.cuda.is_available():
+        raise ValueError(
+            "device=None means the current CUDA device, and torch sees none. The kernel needs an "
+            "SM90 GPU; device='cpu' makes a buffer to look at."
+        )
+    chosen = torch.device("cuda" if device is None else device)
+    if str(chosen) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen

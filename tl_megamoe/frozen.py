@@ -2,7 +2,8 @@
 
 A file is schedules/<device>/<problem>.json. Its entries are sorted by `max_tokens` within one
 (num_ranks, rank_mode); an entry serves the token counts above the one before it up to its own, the
-last one everything above too. The device and the sizes must match exactly.
+last one everything above too. The device and the sizes must match exactly. Ranks that have no
+entries of their own mode take those of a one-rank view, which stands for exactly one of them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from .problem import Problem
-from .schedule import Schedule, ScheduleError, default_schedule
+from .recipe import Recipe
+from .schedule import COOPERATIVE_THRESHOLD, Schedule, ScheduleError, default_schedule
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
+MATH_MODES = ("cooperative", "pingpong")
+RANK_MODES = ("one", "virtual", "real")
 _PROBLEM_FIELDS = ("hidden", "intermediate", "num_experts", "num_topk")
 _said: set[tuple[Any, ...]] = set()
 
@@ -54,16 +58,24 @@ class FrozenFile:
     device: str
     entries: tuple[FrozenEntry, ...]
 
-    def entries_for(self, problem: Problem) -> list[FrozenEntry]:
-        """Entries for exactly these sizes, by `max_tokens`. Names do not matter, sizes do."""
+    def entries_for(self, problem: Problem, rank_mode: str | None = None) -> list[FrozenEntry]:
+        """Entries for exactly these sizes, by `max_tokens`. Names do not matter, sizes do.
+
+        Args:
+            problem: the layer as the rank runs it.
+            rank_mode: that of the entries; the problem's own when None. `one` with a problem over
+                several ranks: the entries of a view of one of its ranks.
+        """
+        rank_mode = rank_mode or problem.rank_mode
         sizes = problem.key()
         if any(self.problem[f] != sizes[f] for f in ("hidden", "intermediate", "num_topk")):
             return []
         out = []
         for entry in self.entries:
-            ranks = 1 if entry.rank_mode == "one" else entry.num_ranks
+            viewed = entry.rank_mode == "one" and problem.num_ranks == 1
+            ranks = 1 if viewed else entry.num_ranks
             experts = self.problem["num_experts"] // (entry.num_ranks // ranks)
-            if entry.rank_mode == problem.rank_mode and (ranks, experts) == (
+            if entry.rank_mode == rank_mode and (ranks, experts) == (
                 problem.num_ranks,
                 problem.num_experts,
             ):
@@ -152,7 +164,7 @@ def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
                 raise wrong(f"{at}.{name}", values.get(name), "must be a positive integer")
         if problem["num_experts"] % values["num_ranks"]:
             raise wrong(f"{at}.num_ranks", values["num_ranks"], "must divide problem.num_experts")
-        if values.get("rank_mode") not in ("one", "virtual", "real"):
+        if values.get("rank_mode") not in RANK_MODES:
             raise wrong(f"{at}.rank_mode", values.get("rank_mode"), "must be one, virtual or real")
         fields = values.pop("schedule", None)
         if not isinstance(fields, dict):
@@ -175,7 +187,12 @@ def _files(problem: Problem, device: str, root: Path) -> Iterator[FrozenFile]:
 
 
 def lookup(
-    problem: Problem, device_name: str, num_tokens: int, *, root: Path | None = None
+    problem: Problem,
+    device_name: str,
+    num_tokens: int,
+    *,
+    root: Path | None = None,
+    rank_mode: str | None = None,
 ) -> Resolution | None:
     """The frozen schedule of exactly this device and these sizes, or None. Logs nothing.
 
@@ -184,22 +201,39 @@ def lookup(
         device_name: a GPU's name or its `device_key`.
         num_tokens: tokens a rank contributes.
         root: folder of the frozen files; the package's when None.
+        rank_mode: how the ranks run, `one`, `virtual` or `real`; the problem's own when None.
+            Without entries for `virtual` or `real`, those of a one-rank view serve.
 
     Raises:
-        ValueError: a file of the device is corrupt.
+        ValueError: unknown rank_mode, or a file of the device is corrupt.
     """
-    for file in _files(problem, device_key(device_name), root or schedules_root()):
-        entries = file.entries_for(problem)
-        if not entries:
-            continue
-        index = next((i for i, e in enumerate(entries) if num_tokens <= e.max_tokens), -1)
-        entry = entries[index]
-        least = entries[index - 1].max_tokens + 1 if index % len(entries) else 0
-        last = entry is entries[-1]
-        interval = f"{least} and more" if last else f"{least} to {entry.max_tokens}"
-        message = f"frozen in {file.path} for {interval} tokens on {file.device}"
-        return Resolution(entry.schedule, "frozen", file.path, entry, message)
+    mode = rank_mode or problem.rank_mode
+    if mode not in RANK_MODES:
+        raise ValueError(f"rank_mode={mode!r} must be one of {', '.join(RANK_MODES)}")
+    files = list(_files(problem, device_key(device_name), root or schedules_root()))
+    for tried in (mode,) if mode == "one" else (mode, "one"):
+        for file in files:
+            entries = file.entries_for(problem, tried)
+            if entries:
+                return _pick(file, entries, num_tokens, mode)
     return None
+
+
+def _pick(
+    file: FrozenFile, entries: list[FrozenEntry], num_tokens: int, rank_mode: str
+) -> Resolution:
+    index = next((i for i, e in enumerate(entries) if num_tokens <= e.max_tokens), -1)
+    entry = entries[index]
+    least = entries[index - 1].max_tokens + 1 if index % len(entries) else 0
+    last = entry is entries[-1]
+    interval = f"{least} and more" if last else f"{least} to {entry.max_tokens}"
+    message = f"frozen in {file.path} for {interval} tokens on {file.device}"
+    if entry.rank_mode != rank_mode:
+        message += (
+            f", measured with rank mode {entry.rank_mode!r} as one of {entry.num_ranks} ranks: "
+            f"nothing is frozen for rank mode {rank_mode!r}"
+        )
+    return Resolution(entry.schedule, "frozen", file.path, entry, message)
 
 
 def resolve(
@@ -210,6 +244,10 @@ def resolve(
     *,
     root: Path | None = None,
     quiet: bool = False,
+    rank_mode: str | None = None,
+    recipe: Recipe | None = None,
+    math_mode: str | None = None,
+    cooperative_threshold: int = COOPERATIVE_THRESHOLD,
 ) -> Resolution:
     """The schedule for a launch. A fallback to the default is logged once a problem and device.
 
@@ -220,14 +258,29 @@ def resolve(
         num_tokens: tokens a rank contributes, or a bound that all ranks share.
         root: folder of the frozen files; the package's when None.
         quiet: log nothing.
+        rank_mode: as for `lookup`.
+        recipe: that of the buffer; `Recipe()` when None.
+        math_mode: forced, `cooperative` or `pingpong`; free when None. A frozen schedule of the
+            other mode is passed over for the default of this one.
+        cooperative_threshold: tokens from which the default is cooperative.
 
     Raises:
         ValueError: num_tokens outside 0..capacity, or a file of the device is corrupt.
+        ScheduleError: the forced math mode is not valid for the problem.
     """
     if not 0 <= num_tokens <= capacity:
         raise ValueError(f"num_tokens={num_tokens} must be within 0 and capacity={capacity}")
-    found = lookup(problem, device_name, num_tokens, root=root)
-    violations = [] if found is None else found.schedule.violations(problem)
+    if math_mode not in (None, *MATH_MODES):
+        raise ValueError(f"math_mode={math_mode!r} must be one of {', '.join(MATH_MODES)}")
+    found = lookup(problem, device_name, num_tokens, root=root, rank_mode=rank_mode)
+    if found is not None and math_mode not in (None, found.schedule.math_mode):
+        message = (
+            f"math mode {math_mode!r} is forced, and the schedule {found.message} has "
+            f"{found.schedule.math_mode!r}; the built-in default of the forced mode runs"
+        )
+        schedule = _forced_default(problem, num_tokens, recipe, math_mode)
+        return Resolution(schedule, "default", None, None, message)
+    violations = [] if found is None else found.schedule.violations(problem, recipe)
     if found is not None and not violations:
         return found
     why = (
@@ -240,11 +293,30 @@ def resolve(
         f"tl-megamoe search {flags} --tokens {max(num_tokens, 1)} && tl-megamoe freeze {flags}"
     )
     message = f"{why}; the built-in default runs. To tune it: {command}"
+    if math_mode is not None:
+        schedule = _forced_default(problem, num_tokens, recipe, math_mode)
+    else:
+        schedule = default_schedule(problem, num_tokens, None, cooperative_threshold)
+        if schedule.violations(problem, recipe):  # pingpong may fail only where it is forced
+            schedule = default_schedule(problem, num_tokens, "cooperative")
     key = (device_name, *problem.key().values(), root)
     if not quiet and key not in _said:
         _said.add(key)
         logger.warning("%s", message)
-    return Resolution(default_schedule(problem, num_tokens), "default", None, None, message)
+    return Resolution(schedule, "default", None, None, message)
+
+
+def _forced_default(
+    problem: Problem, num_tokens: int, recipe: Recipe | None, math_mode: str | None
+) -> Schedule:
+    schedule = default_schedule(problem, num_tokens, math_mode)
+    violations = schedule.violations(problem, recipe)
+    if violations:
+        raise ScheduleError(
+            f"math mode {math_mode!r} is forced and not valid for {_sizes(problem)}: "
+            f"{'; '.join(violations)}. Leave the choice free, or force the other mode."
+        )
+    return schedule
 
 
 def _sizes(problem: Problem) -> str:

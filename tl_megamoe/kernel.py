@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .layout import make_layout
 from .problem import Problem
 from .recipe import Recipe
 from .schedule import Schedule
@@ -38,9 +37,10 @@ class KernelSpec:
         capacity: tokens of the buffers that the kernel will run on.
         clamp: whether gate and up are clamped; the bound is a launch argument.
         fast_math: approximate reciprocal and exponential in the epilogue.
+        debug: the stand-alone linear1 also writes its FP32 accumulators (`launch`).
 
     Raises:
-        ValueError: unknown phase.
+        ValueError: unknown phase; debug of another phase than linear1.
         ScheduleError: the schedule is not valid for the problem and recipe.
     """
 
@@ -51,23 +51,24 @@ class KernelSpec:
     recipe: Recipe = Recipe()
     clamp: bool = False
     fast_math: bool = True
+    debug: bool = False
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
             raise ValueError(f"phase={self.phase!r} must be one of {', '.join(PHASES)}")
-        if self.problem.num_ranks != 1:
+        if self.debug and self.phase != "linear1":
             raise ValueError(
-                f"num_ranks={self.problem.num_ranks} of problem {self.problem.name!r}: kernels run "
-                "one rank. Pass problem.one_rank(), the view of one of its ranks."
+                f"debug=True with phase={self.phase!r}: only the stand-alone 'linear1' has "
+                "accumulators to show"
             )
-        self.schedule.check(self.problem, self.recipe)
+        self.schedule.check(self.problem, self.recipe, self.phase)
 
     def key(self) -> KernelSpec:
         """The spec with the schedule's runtime fields reset: equal keys share one kernel."""
         schedule = self.schedule.kernel_key()
         # The reset values need not be valid for every problem; only compile fields are read.
         key = object.__new__(KernelSpec)
-        for name in ("problem", "capacity", "phase", "recipe", "clamp", "fast_math"):
+        for name in ("capacity", "phase", "recipe", "clamp", "fast_math", "debug"):
             object.__setattr__(key, name, getattr(self, name))
         object.__setattr__(key, "schedule", schedule)
         object.__setattr__(
@@ -108,7 +109,6 @@ class CompiledKernel:
     def __init__(self, spec: KernelSpec, kernel: Any):
         self.spec = spec
         self.kernel = kernel
-        self._layout = make_layout(spec.problem, spec.capacity)
 
     def source(self) -> str:
         """The generated CUDA text."""
@@ -124,6 +124,7 @@ class CompiledKernel:
         *,
         recv_stats: torch.Tensor | None = None,
         activation_clamp: float | None = None,
+        l1_accumulators: torch.Tensor | None = None,
     ) -> None:
         """Launch on torch's current stream; returns at once.
 
@@ -139,6 +140,8 @@ class CompiledKernel:
             recv_stats: (num_local_experts,) int32, to which the rows each expert received are
                 added; the buffer's own when None.
             activation_clamp: the bound, iff the spec says `clamp`.
+            l1_accumulators: (ring_rows, 2*intermediate) float32, iff the spec says `debug`: gets
+                gate, then up columns of every row of the pool's memory, before clamp and SwiGLU.
         """
         lag_order = schedule.order == "lag"
         self.kernel(
@@ -156,7 +159,7 @@ class CompiledKernel:
             weights.l2[0],
             weights.l2[1],
             buffer.recv_stats if recv_stats is None else recv_stats,
-            y.data_ptr(),
+            (y if l1_accumulators is None else l1_accumulators).data_ptr(),
             buffer.report.data_ptr(),
             buffer.timeout_ms,
             buffer.rank,
@@ -181,6 +184,7 @@ def _program(spec: KernelSpec) -> Any:
         key.capacity,
         key.clamp,
         key.fast_math,
+        key.debug,
     )
     return build_program(plan)
 
@@ -204,34 +208,46 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
     return CompiledKernel(spec, _compile(spec.key()))
 
 
-def inspect_kernel(spec: KernelSpec) -> KernelReport:
-    """Compile a kernel once more with ptxas' report on, and read it. Takes as long as compiling."""
+def compile_cubin(spec: KernelSpec, path: Path) -> str:
+    """Compile a kernel's text to a cubin file, as tilelang does but with ptxas' report on.
+
+    Returns:
+        What nvcc and ptxas printed.
+
+    Raises:
+        RuntimeError: nvcc failed; the message holds its output.
+    """
     from tilelang.contrib.nvcc import default_compile_options, get_nvcc_compiler
 
-    kernel = compile_kernel(spec)
-    source = kernel.source()
-    with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
-        text = Path(folder) / "kernel.cu"
-        text.write_text(source, encoding="utf-8")
-        command = [
-            get_nvcc_compiler(),
-            "-cubin",
-            "-O3",
-            "-Xptxas=-v",
-            "-w",
-            "-gencode",
-            "arch=compute_90a,code=sm_90a",
-            *(["--use_fast_math"] if spec.fast_math else []),
-            *default_compile_options(),
-            "-o",
-            str(text.with_suffix(".cubin")),
-            str(text),
-        ]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = path.with_suffix(".cu")
+    text.write_text(compile_kernel(spec).source(), encoding="utf-8")
+    command = [
+        get_nvcc_compiler(),
+        "-cubin",
+        "-O3",
+        "-Xptxas=-v",
+        "-w",
+        "-gencode",
+        "arch=compute_90a,code=sm_90a",
+        *(["--use_fast_math"] if spec.fast_math else []),
+        *default_compile_options(),
+        "-o",
+        str(path),
+        str(text),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     output = run.stdout + run.stderr
     if run.returncode:
         raise RuntimeError(f"nvcc failed with exit code {run.returncode}: {output[-2000:]}")
-    return parse_report(output, source, str(kernel.kernel.get_host_source()))
+    return output
+
+
+def inspect_kernel(spec: KernelSpec) -> KernelReport:
+    """Compile a kernel once more with ptxas' report on, and read it. Takes as long as compiling."""
+    kernel = compile_kernel(spec)
+    with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
+        output = compile_cubin(spec, Path(folder) / "kernel.cubin")
+    return parse_report(output, kernel.source(), str(kernel.kernel.get_host_source()))
 
 
 def parse_report(output: str, source: str, host_source: str) -> KernelReport:

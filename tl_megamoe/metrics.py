@@ -1,11 +1,13 @@
 """What a time means: bytes, operations and the floor below which no schedule gets.
 
 Sizes follow the layer, not the schedule, so that rows of different schedules compare. A pair is one
-route that is not dropped, received by this rank.
+route that is not dropped, received by this rank. Tokens, touched experts and pairs may also be the
+sums over all ranks that share a GPU: the results are then those of the whole GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .problem import Problem
@@ -37,6 +39,43 @@ def num_pairs(topk_idx: Tensor, problem: Problem | None = None) -> int:
     if problem is not None:
         routed = routed & (topk_idx < problem.num_experts)
     return int(routed.sum())
+
+
+def remote_pairs(topk_idx: Sequence[Tensor], problem: Problem) -> tuple[int, ...]:
+    """Routes that each rank receives from the tokens of other ranks.
+
+    Args:
+        topk_idx: for each rank, (tokens, topk) int64 of the tokens it contributes.
+        problem: the layer over all ranks.
+    """
+    local = problem.num_local_experts
+    received = [0] * problem.num_ranks
+    for source, routes in enumerate(topk_idx):
+        kept = routes[(routes >= 0) & (routes < problem.num_experts)]
+        for rank, count in enumerate((kept // local).bincount(minlength=len(received)).tolist()):
+            received[rank] += count if rank != source else 0
+    return tuple(received)
+
+
+def nvlink_bytes(problem: Problem, pairs_in: int, pairs_out: int) -> int:
+    """Bytes one rank's kernel moves over NVLink in a launch, the larger direction.
+
+    In: for each remote row it pulls, its FP8 columns, their scales (hidden/32 bytes) and its weight
+    (4). Out: for each remote row it computes, the BF16 row it writes back. What its peers pull from
+    it and write to it crosses the same link and is counted with them.
+
+    Args:
+        problem: the layer over all ranks.
+        pairs_in: routes whose rows the rank pulls from other ranks (`remote_pairs`).
+        pairs_out: routes whose results it writes to other ranks; in a whole launch the same ones.
+    """
+    row_in = problem.hidden + problem.hidden // 32 + 4
+    return max(pairs_in * row_in, pairs_out * 2 * problem.hidden)
+
+
+def nvlink_gbs(problem: Problem, pairs_in: int, pairs_out: int, time_us: float) -> float:
+    """Gigabytes (1e9) a second of `nvlink_bytes` in `time_us` microseconds."""
+    return nvlink_bytes(problem, pairs_in, pairs_out) / (time_us * 1e3)
 
 
 def flops(problem: Problem, pairs: int) -> int:

@@ -1,24 +1,44 @@
-"""The layer as a function call: `fp8_mega_moe` in DeepGEMM's call shape, `mega_moe` functional."""
+"""The layer as a function call: `fp8_mega_moe` in DeepGEMM's call shape, `mega_moe` functional.
+
+Which schedule a launch runs: the `schedule` argument, else a forced math mode (the variants
+`fp8_mega_moe_pingpong` and `fp8_mega_moe_cooperative`, or the environment variable
+TL_MEGAMOE_KERNEL), else the frozen table of the device, else the built-in default, for which
+TL_MEGAMOE_COOPERATIVE_THRESHOLD says from how many tokens it is cooperative. None of them changes
+the result. All ranks must choose alike: the choice depends on `token_bound`, never on `num_tokens`.
+"""
 
 from __future__ import annotations
 
-import math
+import logging
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .arguments import (
+    RecipeLike,
+    WeightPair,
+    check_bound,
+    check_clamp,
+    check_recipe,
+    check_tensor,
+    check_weights,
+    check_y,
+)
+from .arguments import weight_shapes as weight_shapes
 from .buffer import SymmBuffer
-from .frozen import resolve
+from .frozen import MATH_MODES, resolve
+from .handshake import load_together
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
-from .problem import SCALE_BLOCK, Problem
-from .recipe import Recipe, as_recipe
-from .schedule import Schedule, ScheduleError
+from .schedule import COOPERATIVE_THRESHOLD, Schedule, ScheduleError
 from .weights import MoEWeights
 
-ALIGNMENT = 16
-"""Bytes that the kernel's vector accesses to caller's tensors are aligned to."""
-WeightPair = tuple[torch.Tensor, torch.Tensor]
+logger = logging.getLogger(__name__)
+
+KERNEL_VARIABLE = "TL_MEGAMOE_KERNEL"
+THRESHOLD_VARIABLE = "TL_MEGAMOE_COOPERATIVE_THRESHOLD"
+_said: set[tuple[str, str]] = set()
 
 
 def fp8_mega_moe(
@@ -27,44 +47,148 @@ def fp8_mega_moe(
     l2_weights: WeightPair,
     sym_buffer: SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-    recipe: Recipe | tuple[int, int, int] = (1, 128, 128),
+    recipe: RecipeLike = None,
     activation: str = "swiglu",
     activation_clamp: float | None = None,
     fast_math: bool = True,
     *,
+    token_bound: int | None = None,
     schedule: Schedule | None = None,
 ) -> None:
     """Run the MoE layer on the tokens in `sym_buffer` and write `y`. One kernel launch.
 
     The caller fills `x`, `x_sf`, `topk_idx` and `topk_weights` of the buffer first
     (`SymmBuffer.fill` or the views themselves) for `y.shape[0]` tokens. Work runs on torch's
-    current stream; nothing waits for it. The first call with a new schedule compiles it (about
-    10 s, then cached on disk): call `prepare` before capturing a CUDA graph.
+    current stream; nothing waits for it. With more than one rank every rank makes the call, with
+    any number of tokens, also 0. The first call with a new schedule compiles it (about 10 s, then
+    cached on disk), all ranks of a process group together: call `prepare` before capturing a CUDA
+    graph. Virtual ranks are launched in `VirtualGroup.run`.
 
     Args:
         y: (num_tokens, hidden) bfloat16, contiguous, on the buffer's device; 0 rows are fine.
-        l1_weights: gate and up weights from `transform_weights(...).l1`: pre-tiled e4m3
-            (local experts, 2*intermediate/128, hidden/128, 128, 128) and float32 scales.
+        l1_weights: gate and up weights of this rank's experts from `transform_weights(...).l1`:
+            pre-tiled e4m3 (local experts, 2*intermediate/128, hidden/128, 128, 128) and float32
+            scales.
         l2_weights: down weights from `transform_weights(...).l2`, likewise.
         sym_buffer: inputs, pools and workspace.
         cumulative_local_expert_recv_stats: (local experts,) int32; the rows each expert received
             are added to it.
-        recipe: a Recipe, or DeepGEMM's (1, 128, 128).
+        recipe: the buffer's Recipe; None or DeepGEMM's (1, 128, 128) mean the same.
         activation: `swiglu`.
         activation_clamp: if given, gate is cut at +clamp and up at +-clamp before SwiGLU.
         fast_math: approximate exponential and reciprocal in SwiGLU (a last-bit matter).
-        schedule: run this schedule instead of the frozen one; never changes the result.
+        token_bound: the most tokens that any rank has in this launch, the same on all ranks; the
+            schedule is chosen for it. None: the capacity, with one rank num_tokens.
+        schedule: run this schedule instead of the chosen one, the same on all ranks; never changes
+            the result.
 
     Raises:
         ValueError: an argument breaks a rule above; the message names it, the rule and the value.
         ScheduleError: `schedule` is not valid for the problem.
     """
-    num_tokens = _check_y(y, sym_buffer)
-    _check_weights("l1_weights", l1_weights, sym_buffer)
-    _check_weights("l2_weights", l2_weights, sym_buffer)
-    stats = cumulative_local_expert_recv_stats
+    _run(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        token_bound=token_bound,
+        schedule=schedule,
+    )
+
+
+def fp8_mega_moe_pingpong(
+    y: torch.Tensor,
+    l1_weights: WeightPair,
+    l2_weights: WeightPair,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: RecipeLike = None,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    token_bound: int | None = None,
+) -> None:
+    """`fp8_mega_moe` with a schedule whose math warpgroups each compute a tile of their own.
+
+    Raises:
+        ValueError: as `fp8_mega_moe`.
+        ScheduleError: the problem has no such schedule; the message says why.
+    """
+    _run(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        token_bound=token_bound,
+        math_mode="pingpong",
+    )
+
+
+def fp8_mega_moe_cooperative(
+    y: torch.Tensor,
+    l1_weights: WeightPair,
+    l2_weights: WeightPair,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: RecipeLike = None,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    *,
+    token_bound: int | None = None,
+) -> None:
+    """`fp8_mega_moe` with a schedule whose math warpgroups share every tile.
+
+    Raises:
+        ValueError: as `fp8_mega_moe`.
+        ScheduleError: the problem has no such schedule; the message says why.
+    """
+    _run(
+        y,
+        l1_weights,
+        l2_weights,
+        sym_buffer,
+        cumulative_local_expert_recv_stats,
+        recipe,
+        activation,
+        activation_clamp,
+        fast_math,
+        token_bound=token_bound,
+        math_mode="cooperative",
+    )
+
+
+def _run(
+    y: torch.Tensor,
+    l1_weights: WeightPair,
+    l2_weights: WeightPair,
+    sym_buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    recipe: RecipeLike,
+    activation: str,
+    activation_clamp: float | None,
+    fast_math: bool,
+    *,
+    token_bound: int | None,
+    schedule: Schedule | None = None,
+    math_mode: str | None = None,
+) -> None:
+    num_tokens = check_y(y, sym_buffer)
+    check_weights("l1_weights", l1_weights, sym_buffer)
+    check_weights("l2_weights", l2_weights, sym_buffer)
     if stats is not None:
-        _check_tensor(
+        check_tensor(
             "cumulative_local_expert_recv_stats",
             stats,
             (sym_buffer.problem.num_local_experts,),
@@ -73,14 +197,15 @@ def fp8_mega_moe(
         )
     if activation != "swiglu":
         raise ValueError(f"activation={activation!r} must be 'swiglu'")
-    _check_clamp(activation_clamp)
     kernel, chosen = prepare(
         sym_buffer,
         num_tokens,
         recipe=recipe,
         activation_clamp=activation_clamp,
         fast_math=fast_math,
+        token_bound=token_bound,
         schedule=schedule,
+        math_mode=math_mode,
     )
     kernel.launch(
         sym_buffer,
@@ -103,6 +228,9 @@ def mega_moe(
     **options: Any,
 ) -> torch.Tensor:
     """The layer as a function: copies the inputs into the buffer, runs it, returns `y`.
+
+    In `VirtualGroup.run` call `fp8_mega_moe` instead: this one allocates and copies, which may wait
+    for a rank that already runs.
 
     Args:
         x: (num_tokens, hidden) e4m3 activations.
@@ -129,128 +257,159 @@ def prepare(
     sym_buffer: SymmBuffer,
     num_tokens: int,
     *,
-    recipe: Recipe | tuple[int, int, int] = (1, 128, 128),
+    recipe: RecipeLike = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
+    token_bound: int | None = None,
     schedule: Schedule | None = None,
+    math_mode: str | None = None,
 ) -> tuple[CompiledKernel, Schedule]:
     """Choose the schedule and load its kernel without launching it; kept with the buffer.
+
+    With a process group the first call for a kernel is collective: every rank makes it, one rank a
+    host compiles, the others load, and it returns when all have. Later calls exchange nothing.
+
+    Args:
+        sym_buffer: the buffer that will be launched.
+        num_tokens: tokens of this rank.
+        recipe, activation_clamp, fast_math, token_bound, schedule: as for `fp8_mega_moe`.
+        math_mode: forced, `cooperative` or `pingpong`; not together with `schedule`.
 
     Returns:
         The kernel that a call with these arguments launches, and the schedule it runs.
 
     Raises:
-        ValueError, ScheduleError: as `fp8_mega_moe`.
+        ValueError, ScheduleError: as `fp8_mega_moe`; of any rank, on all of them.
     """
-    recipe = as_recipe(recipe)
-    if schedule is not None and not isinstance(schedule, Schedule):
-        raise ValueError(f"schedule must be a Schedule, found {type(schedule).__name__}")
-    chosen = schedule
-    if chosen is None:
-        chosen = sym_buffer.schedules.get(num_tokens)
-    if chosen is None:
-        chosen = resolve(
-            sym_buffer.problem, sym_buffer.device_name, sym_buffer.capacity, num_tokens
-        ).schedule
-        if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
-            chosen = replace(chosen, num_sms=sym_buffer.num_sms)  # a smaller part, or a MIG slice
-        sym_buffer.schedules[num_tokens] = chosen
-    key = (chosen, recipe, activation_clamp is not None, fast_math)
+    check_recipe(recipe, sym_buffer)
+    check_clamp(activation_clamp)
+    if schedule is not None:
+        if not isinstance(schedule, Schedule):
+            raise ValueError(f"schedule must be a Schedule, found {type(schedule).__name__}")
+        if math_mode is not None:
+            raise ValueError(
+                f"math_mode={math_mode!r} together with a schedule, which has a math mode: "
+                f"{schedule.math_mode!r}. Pass one of the two."
+            )
+    bound = check_bound(sym_buffer, num_tokens, token_bound)
+    chosen = _choose(sym_buffer, bound, math_mode) if schedule is None else schedule
+    key = (chosen, activation_clamp is not None, fast_math)
     kernel = sym_buffer.kernels.get(key)
     if kernel is None:
-        spec = KernelSpec(
-            problem=sym_buffer.problem,
-            schedule=chosen,
-            capacity=sym_buffer.capacity,
-            recipe=recipe,
-            clamp=activation_clamp is not None,
-            fast_math=fast_math,
-        )
-        if sym_buffer.device.type != "cuda":
-            raise ValueError(
-                f"sym_buffer is on {sym_buffer.device}: the kernel needs an SM90 GPU. "
-                "tl_megamoe.reference.moe computes the same layer anywhere."
+        if sym_buffer.group is not None and sym_buffer.problem.num_ranks > 1:
+            kernel = _load_together(sym_buffer, chosen, activation_clamp is not None, fast_math)
+        else:
+            kernel = compile_kernel(
+                _spec(sym_buffer, chosen, activation_clamp is not None, fast_math)
             )
-        if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
-            raise ScheduleError(
-                f"num_sms={chosen.num_sms} exceeds the {sym_buffer.num_sms} SMs of "
-                f"{sym_buffer.device_name}: all blocks of the grid must be resident at once"
-            )
-        kernel = compile_kernel(spec)
         sym_buffer.kernels[key] = kernel
     return kernel, chosen
 
 
-def weight_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of the pre-tiled weights and their scales, by argument name."""
-    local = problem.num_local_experts
-    hidden, intermediate = problem.hidden // SCALE_BLOCK, problem.intermediate // SCALE_BLOCK
-    tile = (SCALE_BLOCK, SCALE_BLOCK)
-    return {
-        "l1_weights": ((local, 2 * intermediate, hidden, *tile), (local, 2 * intermediate, hidden)),
-        "l2_weights": ((local, hidden, intermediate, *tile), (local, hidden, intermediate)),
-    }
-
-
-def _check_tensor(
-    name: str,
-    tensor: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    buffer: SymmBuffer,
-) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, found {type(tensor).__name__}")
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name} must be {dtype}, found {tensor.dtype}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape} for problem {buffer.problem.name!r}, "
-            f"found {tuple(tensor.shape)}"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
-    if tensor.data_ptr() % ALIGNMENT:
-        raise ValueError(
-            f"{name} must start at a multiple of {ALIGNMENT} bytes (16-byte stores, TMA), found "
-            f"{tensor.data_ptr():#x}. Clone it."
-        )
-    if tensor.device != buffer.device:
-        raise ValueError(
-            f"{name} must be on {buffer.device} like the buffer, is on {tensor.device}"
-        )
-
-
-def _check_y(y: Any, buffer: SymmBuffer) -> int:
-    if not isinstance(y, torch.Tensor) or y.dim() != 2:
-        found = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-        raise ValueError(f"y must be a (num_tokens, hidden) tensor, found {found}")
-    num_tokens = int(y.shape[0])
-    if num_tokens > buffer.capacity:
-        raise ValueError(
-            f"y has num_tokens={num_tokens} rows, over the buffer's capacity={buffer.capacity}. "
-            "Make the buffer with a larger capacity, or split the batch."
-        )
-    _check_tensor("y", y, (num_tokens, buffer.problem.hidden), torch.bfloat16, buffer)
-    return num_tokens
-
-
-def _check_weights(name: str, pair: Any, buffer: SymmBuffer) -> None:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(
-            f"{name} must be a (weight, scale) pair from transform_weights, found "
-            f"{type(pair).__name__}"
-        )
-    weight, scale = weight_shapes(buffer.problem)[name]
+def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedule:
+    """The schedule of a launch that names none, cached with what it depends on."""
+    forced, threshold = os.environ.get(KERNEL_VARIABLE), os.environ.get(THRESHOLD_VARIABLE)
+    key = (bound, math_mode, forced, threshold)
+    chosen = sym_buffer.schedules.get(key)
+    if chosen is not None:
+        return chosen
+    from_environment = False
+    if math_mode is None and forced:
+        if forced not in MATH_MODES:
+            raise ValueError(
+                f"{KERNEL_VARIABLE}={forced!r} must be one of {', '.join(MATH_MODES)}, or unset"
+            )
+        math_mode, from_environment = forced, True
+    tokens = _threshold(threshold)
     try:
-        _check_tensor(f"{name}[0]", pair[0], weight, torch.float8_e4m3fn, buffer)
-    except ValueError as error:
-        raise ValueError(f"{error}. Prepare weights with transform_weights.") from None
-    _check_tensor(f"{name}[1]", pair[1], scale, torch.float32, buffer)
+        found = resolve(
+            sym_buffer.problem,
+            sym_buffer.device_name,
+            sym_buffer.capacity,
+            bound,
+            rank_mode=sym_buffer.rank_mode,
+            recipe=sym_buffer.recipe,
+            math_mode=math_mode,
+            cooperative_threshold=tokens,
+        )
+    except ScheduleError as error:
+        if from_environment:
+            raise ScheduleError(f"{KERNEL_VARIABLE}={forced}: {error}") from None
+        raise
+    if from_environment:
+        _say_once(KERNEL_VARIABLE, str(forced), f"forces schedules of math mode {forced}")
+    elif threshold and math_mode is None and found.origin == "default":
+        _say_once(
+            THRESHOLD_VARIABLE,
+            threshold,
+            f"makes built-in schedules cooperative from {tokens} tokens on, pingpong below",
+        )
+    chosen = found.schedule
+    if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
+        # A smaller part, a MIG slice, or a virtual rank's share.
+        chosen = replace(chosen, num_sms=sym_buffer.num_sms)
+    sym_buffer.schedules[key] = chosen
+    return chosen
 
 
-def _check_clamp(clamp: Any) -> None:
-    if clamp is None:
-        return
-    if not isinstance(clamp, (int, float)) or not (math.isfinite(clamp) and clamp > 0):
-        raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")
+def _threshold(text: str | None) -> int:
+    if not text:
+        return COOPERATIVE_THRESHOLD
+    if not text.isdecimal():
+        raise ValueError(
+            f"{THRESHOLD_VARIABLE}={text!r} must be a number of tokens, an integer of at least 0, "
+            "or unset"
+        )
+    return int(text)
+
+
+def _say_once(variable: str, value: str, what: str) -> None:
+    if (variable, value) not in _said:
+        _said.add((variable, value))
+        logger.warning("%s=%s %s; results do not change", variable, value, what)
+
+
+def _spec(sym_buffer: SymmBuffer, chosen: Schedule, clamp: bool, fast_math: bool) -> KernelSpec:
+    spec = KernelSpec(
+        problem=sym_buffer.problem,
+        schedule=chosen,
+        capacity=sym_buffer.capacity,
+        recipe=sym_buffer.recipe,
+        clamp=clamp,
+        fast_math=fast_math,
+    )
+    if sym_buffer.device.type != "cuda":
+        raise ValueError(
+            f"sym_buffer is on {sym_buffer.device}: the kernel needs an SM90 GPU. "
+            "tl_megamoe.reference.moe computes the same layer anywhere."
+        )
+    if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
+        share = (
+            f"the {sym_buffer.num_sms} SMs that a virtual rank of {sym_buffer.problem.num_ranks} "
+            f"has of {sym_buffer.device_name}"
+            if sym_buffer.rank_mode == "virtual"
+            else f"the {sym_buffer.num_sms} SMs of {sym_buffer.device_name}"
+        )
+        raise ScheduleError(
+            f"num_sms={chosen.num_sms} exceeds {share}: all blocks of the grid must be resident "
+            "at once"
+        )
+    return spec
+
+
+def _load_together(
+    sym_buffer: SymmBuffer, chosen: Schedule, clamp: bool, fast_math: bool
+) -> CompiledKernel:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel of {chosen.name} is not loaded, and to load it is a collective call, "
+            "which a CUDA graph cannot capture. Call tl_megamoe.op.prepare on every rank before."
+        )
+    choice = {**chosen.to_dict(), "activation_clamp": clamp, "fast_math": fast_math}
+    return load_together(
+        choice,
+        lambda: compile_kernel(_spec(sym_buffer, chosen, clamp, fast_math)),
+        lambda: _spec(sym_buffer, chosen, clamp, fast_math),
+        sym_buffer.group,
+        sym_buffer.device,
+    )

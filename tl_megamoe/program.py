@@ -9,6 +9,10 @@ threads            role                 registers
 .. 128             idle warps, if any
 128 .. 256         math warpgroup 0     math_registers
 256 .. 384         math warpgroup 1     math_registers
+
+The math warpgroups share every tile of the block (cooperative), or take turns (pingpong): the even
+tiles are warpgroup 0's, the odd ones warpgroup 1's, and while one writes its tile the other
+multiplies. The load role does not tell the modes apart.
 """
 
 import tilelang.language as T
@@ -16,14 +20,16 @@ import tilelang.language as T
 from .device import barriers, walk
 from .device.barriers import BARRIERS_CUDA
 from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
+from .device.pingpong import Turns
 from .device.plan import FP8, Params, Plan
 from .device.remote import REMOTE_CUDA
 from .device.ring import Cursor, Shared
 from .device.walk import LINEAR1_BIT, WALK_CUDA
 from .phases import combine, dispatch, linear1, linear2
 from .phases.dispatch import DISPATCH_CUDA
+from .scaling import SCALING_CUDA
 
-DEVICE_CUDA = BARRIERS_CUDA + REMOTE_CUDA + WALK_CUDA + MATMUL_CUDA + DISPATCH_CUDA
+DEVICE_CUDA = BARRIERS_CUDA + REMOTE_CUDA + WALK_CUDA + MATMUL_CUDA + SCALING_CUDA + DISPATCH_CUDA
 
 PASS_CONFIGS = {
     # Else address_of() arguments are wrapped in bound checks and code generation fails.
@@ -73,41 +79,53 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
     if plan.runs("linear1") or plan.runs("linear2"):
         acc = Accumulators(MAX_UNITS)
         cursor = Cursor(plan.schedule.stages, 0)
-        index = T.alloc_var("int32")
+        turns = Turns(plan, p, shared, cursor, grid_block, wg)
         task = T.alloc_var("int32")
         block = T.alloc_var("int32")
         tile = T.alloc_var("int32")
         expert = T.alloc_var("int32")
         turn = T.alloc_var("int32", init=0)
-        index = grid_block
-        task = walk.task_expression(plan, p, shared, index)
+        turns.start()
+        task = turns.task()
         while task >= 0:
             if plan.runs("linear1"):
                 while task >= LINEAR1_BIT:
                     block = (task >> 8) & 4194303
                     tile = task & 255
                     expert = walk.expert_expression(plan, shared, block)
+                    turns.begin_multiply()
                     linear1.multiply(plan, p, shared, cursor, acc, wg, (block, tile, expert))
+                    turns.end_multiply()
+                    turns.begin_finish()
+                    if plan.debug:
+                        linear1.write_accumulators(plan, p, acc, wg, (block, tile, expert))
                     linear1.finish(plan, p, shared, acc, wg, (block, tile, expert), turn)
-                    index += plan.schedule.num_sms
-                    task = walk.task_expression(plan, p, shared, index)
+                    turns.end_finish()
+                    turns.next()
+                    task = turns.task()
             if plan.runs("linear2"):
                 while (task >> 30) == 0:
                     block = (task >> 8) & 4194303
                     tile = task & 255
                     expert = walk.expert_expression(plan, shared, block)
-                    linear2.multiply_and_scatter(
+                    turns.begin_multiply()
+                    metadata = linear2.multiply(
                         plan, p, shared, cursor, acc, wg, (block, tile, expert)
                     )
-                    index += plan.schedule.num_sms
-                    task = walk.task_expression(plan, p, shared, index)
+                    turns.end_multiply()
+                    turns.begin_finish()
+                    linear2.scatter(plan, p, shared, acc, wg, (block, tile, expert), metadata)
+                    turns.end_finish()
+                    turns.next()
+                    task = turns.task()
+        turns.end()
     if plan.phase == "dispatch":
         # Nobody else waits for the rows here; counters are reset when all are pulled.
         barriers.sync(barriers.BLOCK, plan.schedule.threads)
     combine.wait_for_rows(plan, p)
     if plan.runs("combine"):
         combine.combine(plan, p, grid_block, wg)
-    combine.reset_counters(plan, p, grid_block)
+    combine.reset_counters(plan, p, shared, grid_block)
 
 
 def build_program(plan: Plan):

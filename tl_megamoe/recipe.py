@@ -40,17 +40,33 @@ class Recipe:
         """Whether the routing weight is part of the stored scale (else of the activation)."""
         return self.scale == "exact"
 
-    def kernel_violations(self) -> list[str]:
-        """Why no kernel runs this recipe; empty when one does."""
-        if self == Recipe():
-            return []
-        return [
-            f"recipe {self} has no kernel: linear1 writes exact scales per 128 columns. "
-            f"Use {Recipe()}, or reference.moe for the reference result."
-        ]
+    @property
+    def scales_per_k_block(self) -> int:
+        """Intermediate scales of one row in a K block of 128 columns."""
+        return 128 // self.intermediate_group
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """The recipe of a name such as `exact-128` or `pow2-64`, as `str` writes it.
+
+        Raises:
+            ValueError: any other text.
+        """
+        for recipe in ALL_RECIPES:
+            if str(recipe) == text:
+                return recipe
+        raise ValueError(f"recipe {text!r} must be one of {', '.join(map(str, ALL_RECIPES))}")
 
     def __str__(self) -> str:
         return f"{self.scale}-{self.intermediate_group}"
+
+
+ALL_RECIPES = tuple(
+    Recipe(scale=scale, intermediate_group=group)
+    for scale in ("exact", "pow2")
+    for group in (128, 64)
+)
+"""Every recipe; the first is the default."""
 
 
 def as_recipe(recipe: Any) -> Recipe:

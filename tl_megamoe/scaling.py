@@ -151,15 +151,35 @@ def e4m3_steps(a: Tensor, b: Tensor) -> Tensor:
 
 # ---- device
 
+SCALING_CUDA = r"""
+// The least power of two that is not below a positive scale, through the exponent bits; infinity stays.
+TLMM_DEV float tlmm_pow2_ceil(float sf) {
+  int bits = __float_as_int(sf), exponent = (bits >> 23) + ((bits & 0x7fffff) != 0);
+  return __int_as_float((exponent < 255 ? exponent : 255) << 23); }
+// Its inverse, exact as well; 0 for infinity.
+TLMM_DEV float tlmm_pow2_inverse(float sf) {
+  int exponent = 254 - (__float_as_int(sf) >> 23);
+  return __int_as_float((exponent > 0 ? exponent : 0) << 23); }
+"""
+
 
 def device_e4m3_scale(amax: Any, recipe: Recipe) -> Any:
-    """`e4m3_scale` as a traced expression, for the recipes that kernels run.
+    """`e4m3_scale` as a traced expression.
 
     Args:
         amax: largest magnitude of a group, a traced float32.
-        recipe: exact scales (`Recipe.kernel_violations` refuses the others before any tracing).
+        recipe: exact or power-of-two scales.
     """
     import tilelang.language as T  # noqa: N812 - the reference needs no TileLang
 
-    assert recipe.scale == "exact"
-    return T.max(amax, MIN_AMAX) * T.float32(E4M3_INV_MAX)
+    exact = T.max(amax, MIN_AMAX) * T.float32(E4M3_INV_MAX)
+    return exact if recipe.scale == "exact" else T.call_extern("float32", "tlmm_pow2_ceil", exact)
+
+
+def device_inverse(sf: Any, recipe: Recipe, fast_math: bool) -> Any:
+    """`1 / sf` of a traced scale: approximate with `fast_math`, exact for a power of two."""
+    import tilelang.language as T  # noqa: N812 - see above
+
+    if recipe.scale == "pow2":
+        return T.call_extern("float32", "tlmm_pow2_inverse", sf)
+    return T.fast_rcp(sf) if fast_math else 1.0 / sf

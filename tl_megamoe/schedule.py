@@ -11,6 +11,8 @@ from .recipe import Recipe
 BLOCK_K = SCALE_BLOCK
 """Columns of one K block: one activation scale, one 128-byte FP8 row of a swizzled tile."""
 MATH_WARPS = 8
+COOPERATIVE_THRESHOLD = 256
+"""Tokens from which the built-in default shares a tile between the two math warpgroups."""
 SMEM_LIMIT_BYTES = 227 * 1024
 """Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
 LAUNCH_REGISTERS = 168
@@ -37,9 +39,11 @@ class Schedule:
     """One point of the search space. Hashable; only free choices are fields.
 
     Attributes:
-        block_m: rows of a pool block and of a tile, 64 or 128.
+        math_mode: `cooperative`: the two math warpgroups share a tile. `pingpong`: each has its
+            own, so that one finishes a tile while the other multiplies (block_m 64, block_n 256).
+        block_m: rows of a pool block and of a tile, 64 or 128; 32 for the dispatch phase alone.
         linear1_block_n, linear2_block_n: weight rows that one K loop of the phase multiplies. 256:
-            the two math warpgroups split the columns. 128: they split the rows (block_m 128 only);
+            cooperative warpgroups split the columns. 128: they split the rows (block_m 128 only);
             a linear1 tile is then two K loops, so that it still holds whole 128-column groups.
         stages: depth of the operand ring in K blocks.
         experts_per_wave: experts whose linear1 tiles all precede their linear2 tiles; divides
@@ -56,6 +60,7 @@ class Schedule:
         prefetch: K blocks of a block's first weight tile sent to L2 while tokens are routed.
     """
 
+    math_mode: Literal["cooperative", "pingpong"] = "cooperative"
     block_m: int = 128
     linear1_block_n: int = 256
     linear2_block_n: int = 256
@@ -87,7 +92,7 @@ class Schedule:
                 f"schedule with fields {sorted(values)}: unknown {unknown}, missing {missing}"
             )
         for name, value in values.items():
-            wanted = str if name == "order" else int
+            wanted = str if name in ("order", "math_mode") else int
             if type(value) is not wanted:
                 raise ScheduleError(
                     f"{name}={value!r} of a schedule must be {wanted.__name__}, "
@@ -103,8 +108,9 @@ class Schedule:
     def name(self) -> str:
         """A short name, unique among schedules: the key of a candidate in the tables."""
         walk = f"w{self.experts_per_wave}" if self.order == "wave" else f"lag{self.lag}"
+        mode = "pp-" if self.pingpong else ""
         return (
-            f"m{self.block_m}-n{self.linear1_block_n}.{self.linear2_block_n}-s{self.stages}-{walk}"
+            f"{mode}m{self.block_m}-n{self.linear1_block_n}.{self.linear2_block_n}-s{self.stages}-{walk}"
             f"-d{self.dispatch_warps}l{self.load_warps}"
             f"-r{self.load_registers}.{self.math_registers}-f{self.rows_in_flight}"
             f"-sm{self.num_sms}-p{self.prefetch}"
@@ -126,6 +132,16 @@ class Schedule:
         )
 
     # ---- derived
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether each math warpgroup computes its own tile."""
+        return self.math_mode == "pingpong"
+
+    @property
+    def tile_warps(self) -> int:
+        """Math warps that compute one tile."""
+        return MATH_WARPS // 2 if self.pingpong else MATH_WARPS
 
     @property
     def role_threads(self) -> int:
@@ -163,16 +179,17 @@ class Schedule:
         """Linear2 tiles of a pool block."""
         return problem.hidden // self.linear2_block_n
 
-    def smem_buffers(self, problem: Problem) -> dict[str, int]:
+    def smem_buffers(self, problem: Problem, recipe: Recipe | None = None) -> dict[str, int]:
         """Shared memory by buffer, in bytes, without the row chunks of dispatch.
 
         TileLang starts each buffer, and dynamic behind static memory, at a multiple of 1 KiB.
         """
+        scales = (recipe or Recipe()).scales_per_k_block
         tables = problem.num_experts + 3 * problem.num_local_experts + 2
         sizes = {
             "ring_a": self.stages * self.block_m * BLOCK_K,
             "ring_b": self.stages * self.max_block_n * BLOCK_K,
-            "ring_a_sf": self.stages * self.block_m * 4,
+            "ring_a_sf": self.stages * scales * self.block_m * 4,
             "staging": STAGING_BYTES,
             "amax": 2 * 2 * self.block_m * 4,
             "tables": 4 * tables,
@@ -180,49 +197,49 @@ class Schedule:
         }
         return {name: _smem_round(size) for name, size in sizes.items()}
 
-    def row_chunk(self, problem: Problem) -> int:
+    def row_chunk(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Bytes of a row that one bulk copy of dispatch moves: a divisor of the row, as large as
         shared memory allows, at most 2048. 0 when not even 128 bytes fit."""
-        free = SMEM_LIMIT_BYTES - sum(self.smem_buffers(problem).values())
+        free = SMEM_LIMIT_BYTES - sum(self.smem_buffers(problem, recipe).values())
         for chunk in range(min(problem.hidden, MAX_ROW_CHUNK), 0, -SCALE_BLOCK):
             if problem.hidden % chunk == 0 and _smem_round(chunk * self.row_slots) <= free:
                 return chunk
         return 0
 
-    def smem_bytes(self, problem: Problem) -> int:
+    def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""
-        rows = _smem_round(self.row_slots * self.row_chunk(problem))
-        return sum(self.smem_buffers(problem).values()) + rows
+        rows = _smem_round(self.row_slots * self.row_chunk(problem, recipe))
+        return sum(self.smem_buffers(problem, recipe).values()) + rows
 
     # ---- validity
 
-    def violations(self, problem: Problem, recipe: Recipe | None = None) -> list[str]:
+    def violations(
+        self, problem: Problem, recipe: Recipe | None = None, phase: str = "fused"
+    ) -> list[str]:
         """Every rule that this schedule breaks for `problem`: the only statement of validity.
 
         Args:
             problem: the layer.
-            recipe: checked too when given.
+            recipe: decides how much shared memory the row scales take; `Recipe()` when None.
+            phase: `fused`, or a stand-alone phase, of which `dispatch` multiplies nothing.
 
         Returns:
             One sentence a rule, each beginning with the field and its value; empty if valid.
         """
-        out = [] if recipe is None else recipe.kernel_violations()
-        out += self._field_violations()
+        out = self._field_violations()
         if out:
             return out
+        out += self._tile_violations(phase)
         out += self._problem_violations(problem)
-        threads = self.threads
-        if threads > 1024:
-            out.append(f"threads={threads} exceeds 1024")
         registers = self.role_threads * self.load_registers + 32 * MATH_WARPS * self.math_registers
-        launched = threads * LAUNCH_REGISTERS
+        launched = self.threads * LAUNCH_REGISTERS
         if registers > launched:
             out.append(
                 f"load_registers={self.load_registers} and math_registers={self.math_registers} "
                 f"take {registers} registers a block, over the {launched} it is launched with"
             )
-        if not self.row_chunk(problem):
-            fixed = sum(self.smem_buffers(problem).values())
+        if not self.row_chunk(problem, recipe):
+            fixed = sum(self.smem_buffers(problem, recipe).values())
             out.append(
                 f"stages={self.stages} with block_m={self.block_m} and block_n={self.max_block_n} "
                 f"takes {fixed} bytes of shared memory and leaves no room for "
@@ -232,7 +249,8 @@ class Schedule:
 
     def _field_violations(self) -> list[str]:
         choices: dict[str, tuple[Any, ...]] = {
-            "block_m": (64, 128),
+            "math_mode": ("cooperative", "pingpong"),
+            "block_m": (32, 64, 128),
             "linear1_block_n": (128, 256),
             "linear2_block_n": (128, 256),
             "order": ("wave", "lag"),
@@ -273,17 +291,37 @@ class Schedule:
             )
         if self.rows_in_flight > 32:
             out.append(f"rows_in_flight={self.rows_in_flight} exceeds the 32 lanes of a warp")
-        for phase in ("linear1", "linear2"):
-            if self.block_m == 64 and getattr(self, f"{phase}_block_n") == 128:
-                out.append(
-                    f"{phase}_block_n=128 splits rows between two warpgroups of 64 rows each and "
-                    "needs block_m=128, found block_m=64"
-                )
         if (self.order == "lag") != (self.lag > 0):
             out.append(
                 f"lag={self.lag} with order={self.order!r}: lag is 0 with order 'wave' and at "
                 "least 1 with order 'lag'"
             )
+        return out
+
+    def _tile_violations(self, phase: str) -> list[str]:
+        out = []
+        if self.block_m == 32 and phase != "dispatch":
+            out.append(
+                f"block_m={self.block_m} is below the 64 rows of a WGMMA tile: only the "
+                f"stand-alone phase 'dispatch' runs it, not {phase!r}"
+            )
+        if self.pingpong and self.block_m == 128:
+            out.append(
+                f"math_mode={self.math_mode!r} gives each warpgroup a tile of 64 rows and needs "
+                f"block_m=64, found block_m={self.block_m}"
+            )
+        for linear in ("linear1", "linear2"):
+            if getattr(self, f"{linear}_block_n") == 128:
+                if self.pingpong:
+                    out.append(
+                        f"{linear}_block_n=128 splits rows between the warpgroups; with math_mode="
+                        f"'pingpong' each computes 64 x 256: use {linear}_block_n=256"
+                    )
+                elif self.block_m == 64:
+                    out.append(
+                        f"{linear}_block_n=128 splits rows between two warpgroups of 64 rows each "
+                        "and needs block_m=128, found block_m=64"
+                    )
         return out
 
     def _problem_violations(self, problem: Problem) -> list[str]:
@@ -327,32 +365,48 @@ class Schedule:
             )
         return out
 
-    def check(self, problem: Problem, recipe: Recipe | None = None) -> None:
+    def check(self, problem: Problem, recipe: Recipe | None = None, phase: str = "fused") -> None:
         """Raise ScheduleError with every violation; do nothing for a valid schedule."""
-        found = self.violations(problem, recipe)
+        found = self.violations(problem, recipe, phase)
         if found:
             raise ScheduleError("; ".join(found))
 
 
-def default_schedule(problem: Problem, num_tokens: int) -> Schedule:
+def default_schedule(
+    problem: Problem,
+    num_tokens: int,
+    math_mode: str | None = None,
+    cooperative_threshold: int = COOPERATIVE_THRESHOLD,
+    recipe: Recipe | None = None,
+) -> Schedule:
     """The built-in choice for a problem that no frozen table covers.
 
-    block_m follows the mean rows an expert receives: up to one block of 64 rows for most experts,
-    else 128. One wave: all linear1 tiles, then all linear2 tiles. With a hidden size that 256 does
-    not divide both linears split rows: with one of each split ptxas spills.
+    Pingpong below `cooperative_threshold` tokens, where 256 divides the hidden size and a scale
+    covers 128 columns (with 64 it spills registers). Else cooperative, and block_m follows the mean rows an expert receives: up to one block of 64 rows
+    for most experts, else 128. One wave: all linear1 tiles, then all linear2 tiles. With a hidden
+    size that 256 does not divide both linears split rows: with one of each split ptxas spills.
 
     Args:
         problem: the layer.
         num_tokens: tokens a rank contributes (a bound that all ranks share).
+        math_mode: asked for, whether valid or not (`Schedule.violations` tells); chosen when None.
+        cooperative_threshold: tokens from which cooperative is chosen.
+        recipe: of the launch; `Recipe()` when None.
     """
     rows = num_tokens * problem.num_topk * problem.num_ranks / problem.num_experts
     wide = problem.hidden % 256 == 0
     shortest = min(problem.hidden, problem.intermediate) // BLOCK_K
-    block_m = 64 if rows <= 64 and wide else 128
+    if math_mode is None:
+        few = num_tokens < cooperative_threshold
+        suits = wide and (recipe or Recipe()).scales_per_k_block == 1
+        math_mode = "pingpong" if few and suits else "cooperative"
+    pingpong = math_mode == "pingpong"
+    block_m = 64 if pingpong or (rows <= 64 and wide) else 128
     return Schedule(
+        math_mode=math_mode,  # type: ignore[arg-type]
         block_m=block_m,
-        linear1_block_n=256 if wide else 128,
-        linear2_block_n=256 if wide else 128,
+        linear1_block_n=256 if wide or pingpong else 128,
+        linear2_block_n=256 if wide or pingpong else 128,
         stages=max(2, min(4, shortest)),
         experts_per_wave=problem.num_local_experts,
         prefetch=min(8, problem.hidden // BLOCK_K),

@@ -24,6 +24,7 @@ class Plan:
         phase: `fused`, or the one phase that a stand-alone program runs.
         clamp: whether gate and up are clamped before SwiGLU (the bound is a kernel argument).
         fast_math: approximate reciprocal and exponential in the SwiGLU epilogue.
+        debug: the stand-alone linear1 writes its accumulators to `y_address` too.
     """
 
     phase: str
@@ -33,6 +34,7 @@ class Plan:
     layout: Layout
     clamp: bool
     fast_math: bool
+    debug: bool
 
     @classmethod
     def make(
@@ -44,9 +46,10 @@ class Plan:
         capacity: int,
         clamp: bool,
         fast_math: bool,
+        debug: bool,
     ) -> Plan:
-        layout = make_layout(problem, capacity)
-        return cls(phase, problem, schedule, recipe, layout, clamp, fast_math)
+        layout = make_layout(problem, capacity, recipe)
+        return cls(phase, problem, schedule, recipe, layout, clamp, fast_math, debug)
 
     def runs(self, phase: str) -> bool:
         """Whether this program runs `phase`."""
@@ -87,8 +90,22 @@ class Plan:
         return self.route_steps * self.schedule.num_sms * self.schedule.threads
 
     @property
+    def ring_wraps(self) -> bool:
+        """Whether a launch may have more pool blocks than the pools have memory for."""
+        return self.layout.ring_rows < self.layout.pool_rows
+
+    @property
+    def ring_blocks(self) -> int:
+        """Pool blocks that the pools have memory for; 2**31 - 1 when that is all of them."""
+        return self.layout.ring_blocks(self.schedule.block_m) if self.ring_wraps else 2**31 - 1
+
+    def ring_row(self, block: Any) -> Any:
+        """First row in memory of a traced pool block."""
+        return (block % self.ring_blocks if self.ring_wraps else block) * self.schedule.block_m
+
+    @property
     def row_chunk(self) -> int:
-        return self.schedule.row_chunk(self.problem)
+        return self.schedule.row_chunk(self.problem, self.recipe)
 
     @property
     def chunks_per_row(self) -> int:
@@ -101,8 +118,14 @@ class Plan:
 
     @property
     def l2_arrival_target(self) -> int:
-        """What `l2_arrival` of a pool block reaches: each warpgroup reports each linear1 tile."""
-        return 2 * self.schedule.linear1_tiles(self.problem)
+        """What `l2_arrival` of a pool block reaches: each warpgroup of a linear1 tile reports."""
+        warpgroups = self.schedule.tile_warps // 4
+        return warpgroups * self.schedule.linear1_tiles(self.problem)
+
+    @property
+    def l2_done_target(self) -> int:
+        """What `l2_done` of a pool block reaches: one count a linear2 tile."""
+        return self.schedule.linear2_tiles(self.problem)
 
     def offset(self, section: str) -> int:
         """Bytes from a buffer's base address to a section."""

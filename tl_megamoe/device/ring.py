@@ -2,7 +2,7 @@
 
 buffer       arrivals on its barriers            who fills, who reads
 ring.full    one a load warp, plus TMA bytes     load warps; both math warpgroups
-ring.empty   8: one a math warp                  math warps, after their scale reads; load warps
+ring.empty   one a math warp of a tile           math warps, after their scale reads; load warps
 row_bars     1, plus bulk-copy bytes             a lane of a dispatch warp, for itself
 
 `empty` counts warps, not warpgroups: a warp that is done must not free a stage whose row scales
@@ -12,9 +12,8 @@ another warp of its warpgroup may still read.
 from __future__ import annotations
 
 import tilelang.language as T
-from tilelang.layout import make_swizzled_layout
 
-from ..schedule import BLOCK_K, MATH_WARPS
+from ..schedule import BLOCK_K
 from .plan import FP8, Plan
 
 
@@ -22,8 +21,8 @@ from .plan import FP8, Plan
 class Cursor:
     """Where a role stands in the ring: stage and parity.
 
-    Carried, not derived from a step count: a modulo by a stage count that is no power of two costs
-    a sixth of linear2 (821 -> 954 us at 49,152 rows, H200).
+    Carried, not derived from a step count: in the K loop a modulo by a stage count that is no power
+    of two costs as much as several of its instructions.
     """
 
     def __init__(self, stages: int, parity: int):
@@ -38,6 +37,19 @@ class Cursor:
         )
         self.stage[0] = T.if_then_else(self.stage[0] == self.stages - 1, 0, self.stage[0] + 1)
 
+    @T.inline
+    def skip(self, count):
+        """Pass over `count` K blocks that another role handles; a Python int."""
+        self.stage[0] = self.stage[0] + count % self.stages
+        self.parity[0] = T.if_then_else(
+            self.stage[0] >= self.stages,
+            self.parity[0] ^ (1 - count // self.stages % 2),
+            self.parity[0] ^ (count // self.stages % 2),
+        )
+        self.stage[0] = T.if_then_else(
+            self.stage[0] >= self.stages, self.stage[0] - self.stages, self.stage[0]
+        )
+
 
 @T.meta_class
 class Ring:
@@ -47,10 +59,12 @@ class Ring:
         s = plan.schedule
         self.stages = s.stages
         self.a = T.alloc_shared((s.stages, s.block_m, BLOCK_K), FP8)
-        self.b = T.alloc_shared((s.stages, s.max_block_n, BLOCK_K), FP8)
-        self.a_sf = T.alloc_shared((s.stages, s.block_m), "float32")
+        # Blocks of 128 rows, as they arrive: with 64-column scales a stage is stored in two halves
+        # of K, and a copy of half its rows would not be contiguous.
+        self.b = T.alloc_shared((s.stages, s.max_block_n // 128, 128, BLOCK_K), FP8)
+        self.a_sf = T.alloc_shared((s.stages, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.full = T.alloc_barrier([s.load_warps] * s.stages)
-        self.empty = T.alloc_barrier([MATH_WARPS] * s.stages)
+        self.empty = T.alloc_barrier([s.tile_warps] * s.stages)
 
     @T.inline
     def acquire(self, cursor):
@@ -72,7 +86,7 @@ class Ring:
 
 
 @T.macro
-def fill(ring, cursor, what, acts, acts_sf, row, block_m, weights, at, num_k):
+def fill(ring, cursor, what, acts, acts_sf, rows, weights, at, num_k):
     """Fill the ring with the K blocks of one tile. Role: load, one warp.
 
     Args:
@@ -80,14 +94,14 @@ def fill(ring, cursor, what, acts, acts_sf, row, block_m, weights, at, num_k):
         cursor: this warp's place in the ring.
         what: (rows too, weights too), Python bools: one warp may load both.
         acts: pool (rows, K) e4m3.
-        acts_sf: its scales (K/128, rows) float32.
-        row: first pool row of the tile.
-        block_m: rows of the tile.
+        acts_sf: its scales (K/128 x scales of a K block, rows) float32.
+        rows: (first row of the tile in memory, number of rows, scales of a K block).
         weights: pre-tiled (experts, N/128, K/128, 128, 128) e4m3.
         at: (expert, first block of 128 weight rows, number of such blocks).
         num_k: K blocks.
     """
     with_a, with_b = what
+    row, block_m, scales = rows
     expert, first_block, num_blocks = at
     for k in T.serial(num_k):
         ring.acquire(cursor)
@@ -98,17 +112,18 @@ def fill(ring, cursor, what, acts, acts_sf, row, block_m, weights, at, num_k):
                 barrier=ring.full[cursor.stage[0]],
                 leader_scope_threads=32,
             )
-            T.tma_copy(
-                acts_sf[k, row : row + block_m],
-                ring.a_sf[cursor.stage[0], :],
-                barrier=ring.full[cursor.stage[0]],
-                leader_scope_threads=32,
-            )
+            for group in tuple(range(scales)):
+                T.tma_copy(
+                    acts_sf[k * scales + group, row : row + block_m],
+                    ring.a_sf[cursor.stage[0], group, :],
+                    barrier=ring.full[cursor.stage[0]],
+                    leader_scope_threads=32,
+                )
         if with_b:
             for b in tuple(range(num_blocks)):
                 T.tma_copy(
                     weights[expert, first_block + b, k, :, :],
-                    ring.b[cursor.stage[0], b * 128 : (b + 1) * 128, :],
+                    ring.b[cursor.stage[0], b, :, :],
                     barrier=ring.full[cursor.stage[0]],
                     leader_scope_threads=32,
                 )
@@ -149,8 +164,6 @@ class Shared:
         local = problem.num_local_experts
         self.ring = Ring(plan)
         self.staging = T.alloc_shared((128, 64), "bfloat16")
-        self.staging_fp8 = T.view(self.staging, (256, 64), FP8)
-        T.annotate_layout({self.staging: make_swizzled_layout(self.staging)})
         self.amax = T.alloc_shared((2, 2, s.block_m), "float32")
         self.rows = T.alloc_shared((s.row_slots, plan.row_chunk), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)

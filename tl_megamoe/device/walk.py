@@ -8,8 +8,11 @@ while all blocks are resident.
 wave: experts in groups of `experts_per_wave`; all linear1 tiles of a group, then all its linear2 tiles.
 lag:  the linear2 tiles of a pool block follow the linear1 tiles of the block `lag` further on.
 
-In both, all column blocks of a pool block are neighbours: its activations stay in L2 (m fastest costs
-1.3 to 1.6 times as much, H200).
+A launch with more pool blocks than the ring holds (layout.py) walks in lag order whatever it was
+asked for: linear1 of a block waits until linear2 of the block that had its rows before is done, and
+with a lag below the ring that is behind it in the walk.
+
+In both, all column blocks of a pool block are neighbours, so that its activations stay in L2.
 
 The device reads WALK_CUDA, the tests compile the same text for the host, and `task_at` is its Python
 twin for explorer and tests.
@@ -31,9 +34,14 @@ TLMM_DEV int tlmm_expert_of(const int* first_block, int num_experts, int m) {
   return lo; }
 TLMM_DEV int tlmm_linear1_task(int first, int r, int n1) { return (1 << 30) | ((first + r / n1) << 8) | (r % n1); }
 TLMM_DEV int tlmm_linear2_task(int first, int r, int n2) { return ((first + r / n2) << 8) | (r % n2); }
-TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int lag_order, int step, int n1, int n2) {
+TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int lag_order, int step, int ring, int n1,
+                       int n2) {
   int blocks = first_block[num_experts];
   if (index >= blocks * (n1 + n2)) return -1;
+  if (blocks > ring) {  // walk_order
+    if (!lag_order) step = ring / 4 > 1 ? ring / 4 : 1;
+    if (step > ring - 1) step = ring - 1;
+    lag_order = 1; }
   if (n1 == 0) return tlmm_linear2_task(0, index, n2 == 0 ? 1 : n2);
   if (n2 == 0) return tlmm_linear1_task(0, index, n1);
   if (lag_order) {
@@ -81,10 +89,23 @@ def expert_of(first_block: Sequence[int], block: int) -> int:
     return bisect_right(first_block, block, 0, len(first_block) - 1) - 1
 
 
+def walk_order(blocks: int, ring_blocks: int, lag_order: bool, step: int) -> tuple[bool, int]:
+    """The order that a launch of `blocks` pool blocks walks in, asked for (`lag_order`, `step`).
+
+    With no more blocks than the ring holds, what was asked for. Else the lag order, its lag below
+    the ring; for a schedule in wave order a quarter of the ring.
+    """
+    if blocks <= ring_blocks:
+        return lag_order, step
+    return True, min(step if lag_order else max(1, ring_blocks // 4), ring_blocks - 1)
+
+
 def task_at(
     index: int, first_block: Sequence[int], lag_order: bool, step: int, n1: int, n2: int
 ) -> Task | None:
     """The task at a position of the walk, or None past its end: the twin of `tlmm_task`.
+
+    `lag_order` and `step` are what `walk_order` returned.
 
     Args:
         index: position, from 0.
@@ -145,6 +166,7 @@ def task_expression(plan: Any, p: Any, shared: Any, index: Any) -> Any:
         plan.problem.num_local_experts,
         p.lag_order,
         p.order_step,
+        plan.ring_blocks,
         plan.walk_tiles1,
         plan.walk_tiles2,
     )

@@ -6,6 +6,7 @@ math   4 + 4      wait until every block's rows are written, then one (token, co
 barrier         arrivals                meaning
 MATH            256                     all tiles of this block are scattered
 combine_sync    one a block             all rows are in combine_acts (gpu scope, never reset)
+combine_signal  one a launch and peer   all rows of the peer are there (system scope, never reset)
 
 Slots are added in slot order, so y does not depend on the schedule or on which block ran a tile.
 """
@@ -17,6 +18,7 @@ import tilelang.language as T
 from ..device import barriers
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.remote import peer_tensor
+from ..device.ring import Shared
 
 LANE_COLUMNS = 8
 """Columns of one 16-byte BF16 load."""
@@ -30,10 +32,14 @@ def _column(item, chunks: int, width: int, lane):
 
 @T.macro
 def wait_for_rows(plan: Plan, p: Params):
-    """Every tile of every block is done and visible. Role: math, 256 threads."""
+    """Every tile of every block of every rank is done and visible. Role: math, 256 threads."""
     barriers.sync(barriers.MATH, 256)
-    if T.get_thread_binding() == 128:
-        barriers.grid_sync(plan, p, "combine_sync", barriers.TAG_COMBINE_SYNC)
+    if plan.problem.num_ranks > 1:
+        if T.get_thread_binding() < 160:
+            barriers.rank_sync(plan, p, "combine", barriers.TAG_COMBINE_PEER, send_counts=False)
+    else:
+        if T.get_thread_binding() == 128:
+            barriers.grid_sync(plan, p, "combine_sync", barriers.TAG_COMBINE_SYNC)
     barriers.sync(barriers.MATH, 256)
 
 
@@ -93,14 +99,15 @@ def combine(plan: Plan, p: Params, grid_block, wg):
 
 
 @T.macro
-def reset_counters(plan: Plan, p: Params, grid_block):
-    """Zero what this launch counted, behind the last grid barrier: the next one needs no memset."""
+def reset_counters(plan: Plan, p: Params, shared: Shared, grid_block):
+    """Zero what this launch counted, behind the last barrier: the next one needs no memset."""
     num_sms = plan.schedule.num_sms
     tx = T.get_thread_binding()
     i = T.alloc_var("int32")
     i = grid_block * 256 + tx - 128
-    while i < 2 * plan.layout.max_pool_blocks:
-        p.workspace[plan.counter("l1_arrival_count") + i] = 0
+    while i < shared.first_block[plan.problem.num_local_experts]:
+        for counter in ("l1_arrival_count", "l2_arrival", "l2_done"):
+            p.workspace[plan.counter(counter) + i] = 0
         i += num_sms * 256
     i = grid_block * 256 + tx - 128
     while i < plan.problem.num_experts:

@@ -2,13 +2,15 @@
 
 role       warps             work
 all        all 384 threads   route: count routes per expert, reserve places, list them for their rank
-dispatch   warp 0            exchange counts (grid barrier), prefix sums
+dispatch   warp 0            exchange counts (barrier of the grid, of all ranks), prefix sums
 dispatch   dispatch_warps    pull rows, scales, weights; write the pool; report chunks
 
 barrier                    arrivals                     meaning
 BLOCK                      384                          steps of the routing; counts known to all roles
 dispatch_sync              one a block                  every route is listed and counted (gpu scope)
+dispatch_signal[peer]      one a launch                 the peer's routes and counts are here (system scope)
 row_bars[slot]             1 + chunk bytes              a row chunk is in shared memory
+l2_arrival[earlier block]  see linear1.py               its pool rows may be overwritten
 l1_arrival_count[block]    block_m x chunks_per_row     all rows of a pool block are written (gpu scope)
 
 The order of rows inside an expert depends on which block reserved its places first; every row is
@@ -157,9 +159,12 @@ def learn_counts(plan: Plan, p: Params, shared: Shared, grid_block):
     tx = T.get_thread_binding()
     i = T.alloc_var("int32")
     if plan.runs("dispatch"):
-        if tx == 0:
-            barriers.grid_sync(plan, p, "dispatch_sync", barriers.TAG_DISPATCH_SYNC)
-        T.sync_warp()
+        if problem.num_ranks > 1:
+            barriers.rank_sync(plan, p, "dispatch", barriers.TAG_DISPATCH_PEER, send_counts=True)
+        else:
+            if tx == 0:
+                barriers.grid_sync(plan, p, "dispatch_sync", barriers.TAG_DISPATCH_SYNC)
+            T.sync_warp()
     source = "expert_recv_count" if plan.runs("dispatch") else "expert_recv_count_sum"
     T.call_extern(
         "handle",
@@ -188,7 +193,8 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
 
     Lanes 0..rows_in_flight-1 own one chunk slot each; chunks go round the grid in pool order, so that
     the experts the walk starts with are complete first. The last row of an expert also reports for
-    the padding rows of its block.
+    the padding rows of its block. Where the ring wraps, a chunk waits until linear1 has read the
+    block whose rows it takes.
     """
     problem, s, layout = plan.problem, plan.schedule, plan.layout
     chunk_bytes, chunks = plan.row_chunk, plan.chunks_per_row
@@ -205,14 +211,20 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     within = T.alloc_var("int32")
     chunk = T.alloc_var("int32")
     pool_row = T.alloc_var("int32")
+    block = T.alloc_var("int32")
+    row_in_ring = T.alloc_var("int32")
     arrivals = T.alloc_var("int32")
     rank = T.alloc_var("int32")
     source = T.alloc_var("int32")
     routes = peer_tensor(plan, p.peers, p.rank, "src_routes", layout.sections["src_routes"].shape)
+    # Pairs with the barrier that brought the routes: peers' plain stores of x, our bulk copies.
+    barriers.fence_async()
     end = shared.first_row[local] * chunks
     first = grid_block * s.row_slots + warp * s.rows_in_flight
     while first < end:
         pool_row = -1
+        row_in_ring = -1
+        block = 0
         source = 0
         rank = 0
         arrivals = 0
@@ -223,7 +235,9 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
             while shared.first_row[expert + 1] <= item:
                 expert += 1
             within = item - shared.first_row[expert]
+            block = shared.first_block[expert] + within // s.block_m
             pool_row = shared.first_block[expert] * s.block_m + within
+            row_in_ring = plan.ring_row(block) + within % s.block_m
             arrivals = T.if_then_else(
                 within + 1 == shared.total[expert], s.block_m - within % s.block_m, 1
             )
@@ -250,13 +264,24 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 p.metadata[pool_row] = (
                     rank * (1 << COUNTER_BITS) + source % topk * layout.capacity + source // topk
                 )
+            if plan.fused and plan.ring_wraps:
+                if block >= plan.ring_blocks:
+                    barriers.wait_equal(
+                        p,
+                        plan.counter("l2_arrival") + block - plan.ring_blocks,
+                        plan.l2_arrival_target,
+                        barriers.TAG_POOL_RING,
+                        block,
+                        expert,
+                        -1,
+                    )
         T.sync_warp()
         # Row scales, a whole warp a row: groups1 floats, transposed into the pool.
         for owner in T.unroll(s.rows_in_flight):
             row = T.alloc_var("int32")
             route = T.alloc_var("int32")
             peer = T.alloc_var("int32")
-            row = T.shfl_sync(T.if_then_else(chunk == 0, pool_row, -1), owner)
+            row = T.shfl_sync(T.if_then_else(chunk == 0, row_in_ring, -1), owner)
             route = T.shfl_sync(source, owner)
             peer = T.shfl_sync(rank, owner)
             if row >= 0:
@@ -275,12 +300,10 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
             parity = parity ^ 1
             put(
                 p.l1_acts,
-                T.Cast("int64", pool_row) * problem.hidden + chunk * chunk_bytes,
+                T.Cast("int64", row_in_ring) * problem.hidden + chunk * chunk_bytes,
                 shared.rows[slot, 0],
                 chunk_bytes,
             )
-            barriers.add_release(
-                p.workspace, plan.counter("l1_arrival_count") + pool_row // s.block_m, arrivals
-            )
+            barriers.add_release(p.workspace, plan.counter("l1_arrival_count") + block, arrivals)
         T.sync_warp()
         first += s.num_sms * s.row_slots

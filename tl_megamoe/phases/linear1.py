@@ -8,14 +8,15 @@ math   4 + 4      K loop(s), SwiGLU, row maxima over the 128 columns, codes and 
 
 barrier                    arrivals                         meaning
 l1_arrival_count[block]    block_m x chunks (dispatch)      all rows of the block are in the pool
+l2_done[earlier block]     one a linear2 tile (math)        its intermediate rows may be overwritten
 ring.full, ring.empty      see device/ring.py               a K block is there, is read
-AMAX                       256 (columns split only)         row maxima are in shared memory
+AMAX                       256 (columns split, group 128)   row maxima are in shared memory
 STAGING + warpgroup        128                              the warpgroup's stores are issued
-l2_arrival[block]          2 a tile (math)                  linear2 may read the block (gpu scope)
+l2_arrival[block]          one a warpgroup of a tile        linear2 may read the block (gpu scope)
 
-Columns split (block_n 256): a warpgroup computes 64 gate and the 64 matching up columns of every
-row, unit q is the q-th 64 rows. Rows split (block_n 128): a warpgroup computes all 128 columns of
-64 rows in two K loops, unit q is the q-th 64 columns.
+Which part of the tile a warpgroup computes is a `Share` (device/matmul.py): 64 rows and 64 matching
+gate and up columns a unit. With 128 columns a scale, a row's maximum is that of two units: of the
+two warpgroups where they split the columns, else of the warpgroup's own two.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers
-from ..device.matmul import row_maxima, scaled_k_loop
-from ..device.plan import FP8, Params, Plan
+from ..device.matmul import Share, row_maxima, scaled_k_loop, stage_codes, store_codes
+from ..device.plan import Params, Plan
 from ..device.ring import Cursor, Ring, Shared, fill
-from ..scaling import device_e4m3_scale
+from ..recipe import Recipe
+from ..scaling import device_e4m3_scale, device_inverse
 
 
 @T.macro
@@ -42,7 +44,21 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
                 plan.l1_arrival_target,
                 barriers.TAG_TOKENS,
                 block,
+                expert,
+                tile,
             )
+            if plan.ring_wraps:
+                # The tile's epilogue overwrites intermediate rows; it runs behind these loads.
+                if block >= plan.ring_blocks:
+                    barriers.wait_equal(
+                        p,
+                        plan.counter("l2_done") + block - plan.ring_blocks,
+                        plan.l2_done_target,
+                        barriers.TAG_INTERMEDIATE_RING,
+                        block,
+                        expert,
+                        tile,
+                    )
         # Pairs with the dispatch warps' fence: their plain stores of the row scales, our TMA.
         barriers.fence_async()
         T.sync_warp()
@@ -53,8 +69,7 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
             what,
             p.l1_acts,
             p.l1_acts_sf,
-            block * s.block_m,
-            s.block_m,
+            (plan.ring_row(block), s.block_m, 1),
             p.w1,
             (expert, tile * 2 + half, s.linear1_block_n // 128),
             plan.groups1,
@@ -62,8 +77,8 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
 
 
 @T.macro
-def activate(plan: Plan, p: Params, gate, up):
-    """gate <- silu(gate) * up, optionally clamped first."""
+def activate(plan: Plan, p: Params, gate, up, weight):
+    """gate <- silu(gate) * up, optionally clamped first; times `weight` unless a scale holds it."""
     if plan.clamp:
         # Compared, not min and max: those would turn a NaN into the bound.
         for i, j in T.Parallel(64, 64):
@@ -74,52 +89,71 @@ def activate(plan: Plan, p: Params, gate, up):
                 p.clamp,
                 T.if_then_else(up[i, j] < -p.clamp, -p.clamp, up[i, j]),
             )
-    # An IEEE division is a subroutine: 1928 -> 1664 us at 49,152 rows with these two (H200).
+    # An IEEE division is a subroutine of tens of instructions: with fast_math both are approximate.
     if plan.fast_math:
         for i, j in T.Parallel(64, 64):
             gate[i, j] = gate[i, j] * T.fast_rcp(1.0 + T.__exp(-gate[i, j])) * up[i, j]
     else:
         for i, j in T.Parallel(64, 64):
             gate[i, j] = gate[i, j] * (1.0 / (1.0 + T.exp(-gate[i, j]))) * up[i, j]
-
-
-@T.macro
-def quantise(plan: Plan, wg, acc, codes, inverse, shared: Shared, q):
-    """Unit q of this warpgroup as FP8 codes in staging.
-
-    A warp keeps to the 2 KiB of its own that linear2 gives it (16 rows of each unit): another warp
-    may still read its rows of the linear2 tile before.
-    """
-    for i, j in T.Parallel(64, 64):
-        codes[i, j] = T.Cast(FP8, acc.left[q][i, j] * inverse[i])
-    for i, j in T.Parallel(64, 64):
-        shared.staging_fp8[wg * 128 + i // 16 * 32 + q * 16 + i % 16, j] = codes[i, j]
+    if not plan.recipe.folds_topk_weight:
+        for i, j in T.Parallel(64, 64):
+            gate[i, j] = gate[i, j] * weight[i]
 
 
 @T.macro
 def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at):
     """The K loop, or loops, of one tile: gate in acc.left, up in acc.right. Role: math."""
     _, tile, expert = at
-    scales = (expert, tile, plan.groups2 + tile)
-    if plan.schedule.linear1_block_n == 256:
-        units = tuple(range(plan.schedule.m_halves))
+    share = Share.of(plan.schedule, 1, wg)
+    for units in share.loops:
         scaled_k_loop(
-            shared.ring, cursor, acc, units, (0, 64), wg * 128, plan.groups1, p.w1_sf, scales, None
+            plan,
+            shared.ring,
+            cursor,
+            acc,
+            share,
+            units,
+            (plan.groups1, 1),
+            p.w1_sf,
+            (expert, (tile, plan.groups2 + tile), ((0, 1), (0, 1))),
+            None,
         )
-    else:
-        for q in (0, 1):
-            scaled_k_loop(
-                shared.ring,
-                cursor,
-                acc,
-                (q,),
-                (wg * 64, wg * 64),
-                0,
-                plan.groups1,
-                p.w1_sf,
-                scales,
-                None,
+
+
+@T.macro
+def write_accumulators(plan: Plan, p: Params, acc, wg, at):
+    """The debug view: gate and up of the tile as float32, at `y_address`. Role: math."""
+    block, tile, _ = at
+    inter = plan.problem.intermediate
+    share = Share.of(plan.schedule, 1, wg)
+    view = T.make_tensor_from_addr(p.y_address, (plan.layout.ring_rows, 2 * inter), "float32")
+    for q in share.units:
+        for i, j in T.Parallel(64, 64):
+            view[plan.ring_row(block) + share.a_row[q] + i, tile * 128 + share.half[q] * 64 + j] = (
+                acc.left[q][i, j]
             )
+        for i, j in T.Parallel(64, 64):
+            view[
+                plan.ring_row(block) + share.a_row[q] + i,
+                inter + tile * 128 + share.half[q] * 64 + j,
+            ] = acc.right[q][i, j]
+
+
+def _row_maximum(shared: Shared, recipe: Recipe, exchange: bool, amax, q: int, turn, wg: int, i):
+    """Largest magnitude of row i of unit q over the columns of one scale."""
+    if recipe.intermediate_group == 64:
+        return amax[q][i]
+    return (
+        T.max(amax[0][i], amax[1][i])
+        if not exchange
+        else T.max(amax[q][i], shared.amax[turn, 1 - wg, q * 64 + i])
+    )
+
+
+def _stored(recipe: Recipe, sf, weight):
+    """The scale that linear2 multiplies by."""
+    return sf * weight if recipe.folds_topk_weight else sf
 
 
 @T.macro
@@ -130,62 +164,62 @@ def finish(plan: Plan, p: Params, shared: Shared, acc, wg, at, turn: T.Ref):
     overwrites a maximum that the other warpgroup has yet to read.
     """
     block, tile, _ = at
-    s = plan.schedule
+    s, recipe = plan.schedule, plan.recipe
+    share = Share.of(s, 1, wg)
+    units, first_row = share.units, plan.ring_row(block)
     tx = T.get_thread_binding()
-    lane = tx % 32
     warp = (tx - 128 - wg * 128) // 32
-    codes = T.alloc_fragment((64, 64), FP8)
+    exchange = share.splits_columns and recipe.intermediate_group == 128
+    # A scale of two units is stored by one of them.
+    both = recipe.intermediate_group == 64 or share.splits_columns
+    writes = recipe.intermediate_group == 64 or not share.splits_columns or wg == 0
+    # Of which unit's rows the weights are needed, and where: in the activation or in the scale.
+    row_sets = units if share.splits_columns else (0,)
+    needs_weights = writes or not recipe.folds_topk_weight
     sf = T.alloc_fragment((64,), "float32")
-    columns_split = s.linear1_block_n == 256
-    units = tuple(range(s.m_halves if columns_split else 2))
-    row_sets = units if columns_split else (0,)  # a unit is other rows, or other columns
     amax = tuple(T.alloc_fragment((64,), "float32") for _ in units)
     weight = tuple(T.alloc_fragment((64,), "float32") for _ in row_sets)
     # Routing weights are asked for before the SwiGLU arithmetic, which hides their latency.
-    for q in row_sets:
-        if not columns_split or wg == 0:
+    if needs_weights:
+        for q in row_sets:
             for i in T.Parallel(64):
                 weight[q][i] = barriers.load_f32(
-                    p.l1_topk_weights,
-                    block * s.block_m + (q * 64 if columns_split else wg * 64) + i,
+                    p.l1_topk_weights, block * s.block_m + share.a_row[q] + i
                 )
     for q in units:
-        activate(plan, p, acc.left[q], acc.right[q])
-    if columns_split:
+        activate(plan, p, acc.left[q], acc.right[q], weight[q % len(row_sets)])
+    for q in units:
+        row_maxima(acc.left[q], amax[q])
+    if exchange:
         for q in units:
-            row_maxima(acc.left[q], amax[q])
             for i in T.Parallel(64):
                 shared.amax[turn, wg, q * 64 + i] = amax[q][i]
         barriers.sync(barriers.AMAX, 256)
-        for q in units:
-            for i in T.Parallel(64):
-                sf[i] = device_e4m3_scale(
-                    T.max(amax[q][i], shared.amax[turn, 1 - wg, q * 64 + i]), plan.recipe
-                )
-                if wg == 0:
-                    p.l2_acts_sf[tile, block * s.block_m + q * 64 + i] = sf[i] * weight[q][i]
-                sf[i] = T.fast_rcp(sf[i]) if plan.fast_math else 1.0 / sf[i]
-            quantise(plan, wg, acc, codes, sf, shared, q)
-    else:
-        for q in units:
-            row_maxima(acc.left[q], amax[q])
+    for q in units:
         for i in T.Parallel(64):
-            sf[i] = device_e4m3_scale(T.max(amax[0][i], amax[1][i]), plan.recipe)
-            p.l2_acts_sf[tile, block * s.block_m + wg * 64 + i] = sf[i] * weight[0][i]
-            sf[i] = T.fast_rcp(sf[i]) if plan.fast_math else 1.0 / sf[i]
-        for q in units:
-            quantise(plan, wg, acc, codes, sf, shared, q)
+            sf[i] = device_e4m3_scale(
+                _row_maximum(shared, recipe, exchange, amax, q, turn, wg, i), recipe
+            )
+            if writes and (both or q == 0):
+                p.l2_acts_sf[
+                    tile * recipe.scales_per_k_block + share.half[q] % recipe.scales_per_k_block,
+                    first_row + share.a_row[q] + i,
+                ] = _stored(recipe, sf[i], weight[q % len(row_sets)][i])
+            sf[i] = device_inverse(sf[i], recipe, plan.fast_math)
+        for i, j in T.Parallel(64, 64):
+            acc.left[q][i, j] = acc.left[q][i, j] * sf[i]
+        # The staging rows that linear2 gives this warp: another may still read its own.
+        stage_codes(acc.left[q], T.address_of(shared.staging[wg * 64 + warp * 16 + q * 8, 0]))
     turn = turn ^ 1
     T.sync_warp()
-    # 16-byte stores, 4 lanes a 64-column row; a warp reads only the staging rows it wrote.
     for q in units:
-        for step in (0, 1):
-            row = step * 8 + lane // 4
-            for u in T.vectorized(16):
-                p.l2_acts[
-                    block * s.block_m + (q * 64 if columns_split else wg * 64) + warp * 16 + row,
-                    tile * 128 + (wg * 64 if columns_split else q * 64) + lane % 4 * 16 + u,
-                ] = shared.staging_fp8[wg * 128 + warp * 32 + q * 16 + row, lane % 4 * 16 + u]
+        store_codes(
+            T.address_of(shared.staging[wg * 64 + warp * 16 + q * 8, 0]),
+            T.address_of(
+                p.l2_acts[first_row + share.a_row[q] + warp * 16, tile * 128 + share.half[q] * 64]
+            ),
+            plan.problem.intermediate,
+        )
     T.sync_warp()
     # Pairs with linear2's load: our plain stores, its TMA. The barrier gathers the warpgroup's
     # stores behind the one release.

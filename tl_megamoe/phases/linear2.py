@@ -6,12 +6,13 @@ role   warps      work
 load   1 or 2     A: wait for the block's linear1 tiles, TMA codes and scales; B: TMA weights
 math   4 + 4      K loop, BF16 rows to combine_acts[slot, token] of the source rank
 
-barrier                  arrivals                    meaning
-l2_arrival[block]        2 a linear1 tile            the block's intermediate rows are in the pool
-ring.full, ring.empty    see device/ring.py          a K block is there, is read
+barrier                  arrivals                      meaning
+l2_arrival[block]        one a warpgroup of a tile     the block's intermediate rows are in the pool
+ring.full, ring.empty    see device/ring.py            a K block is there, is read
+l2_done[block]           one a tile                    its intermediate rows may be overwritten
 
-Rows past the expert's count are computed and dropped. The routing weight is part of the stored
-scale (recipe.py), so a row is written as it is and combine only adds.
+Rows past the expert's count are computed and dropped. The routing weight is in the intermediate or
+its stored scale (recipe.py), so a row is written as it is and combine only adds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers
-from ..device.matmul import scaled_k_loop
+from ..device.matmul import Share, scaled_k_loop, stage_rows, store_row
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.ring import Cursor, Ring, Shared, fill
 from ..schedule import COUNTER_BITS
@@ -51,6 +52,8 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
                 plan.l2_arrival_target,
                 barriers.TAG_LINEAR1,
                 block,
+                expert,
+                tile,
             )
         # Pairs with linear1's fence after its stores.
         barriers.fence_async()
@@ -61,8 +64,7 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
         what,
         p.l2_acts,
         p.l2_acts_sf,
-        block * s.block_m,
-        s.block_m,
+        (plan.ring_row(block), s.block_m, plan.recipe.scales_per_k_block),
         p.w2,
         (expert, tile * (s.linear2_block_n // 128), s.linear2_block_n // 128),
         plan.groups2,
@@ -70,59 +72,83 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
 
 
 @T.macro
-def multiply_and_scatter(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at):
-    """One tile: K loop, then its rows to the tokens they came from. Role: math."""
+def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at):
+    """The K loop of one tile; returns the sources of its rows. Role: math."""
     block, tile, expert = at
     s = plan.schedule
     tx = T.get_thread_binding()
     lane = tx % 32
     warp = (tx - 128 - wg * 128) // 32
-    columns_split = s.linear2_block_n == 256
-    units = tuple(range(s.m_halves)) if columns_split else (0,)
-    first_row = 0 if columns_split else wg * 64
-    # Lane l holds row l % 16 of this warp, of the second unit in the upper half warp.
+    share = Share.of(s, 2, wg)
+    units = share.units
+    row_sets = len(units) if share.splits_columns else 1
+    # Lane l holds row l % 16 of this warp, of the second row set in the upper half warp.
     metadata = RowMetadata(
         p.metadata,
         block * s.block_m
-        + first_row
-        + (lane // 16) * (len(units) - 1) * 64
+        + share.a_row[0]
+        + (lane // 16) * (row_sets - 1) * 64
         + warp * 16
         + lane % 16,
     )
+    scale_rows = tuple(
+        tile * (s.linear2_block_n // 128) + h for h in sorted({*share.half[: len(units)]})
+    )
+    scale_of = tuple((q % len(scale_rows), q % len(scale_rows)) for q in (0, 1))
     scaled_k_loop(
+        plan,
         shared.ring,
         cursor,
         acc,
+        share,
         units,
-        (0, 64) if columns_split else (wg * 64,),
-        wg * 128 if columns_split else 0,
-        plan.groups2,
+        (plan.groups2, plan.recipe.scales_per_k_block),
         p.w2_sf,
-        (expert, tile * 2 + wg if columns_split else tile, None),
+        (expert, scale_rows, scale_of),
         metadata,
     )
+    if plan.ring_wraps:
+        # Any math thread behind the K loop: the tile's TMA reads are complete.
+        if s.pingpong or wg == 0:
+            if tx == 128 + wg * 128:
+                barriers.add_release(p.workspace, plan.counter("l2_done") + block, 1)
+    return metadata
+
+
+@T.macro
+def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, metadata):
+    """The rows of one tile, in BF16, to the tokens they came from. Role: math."""
+    block, tile, expert = at
+    s = plan.schedule
+    tx = T.get_thread_binding()
+    lane = tx % 32
+    warp = (tx - 128 - wg * 128) // 32
+    share = Share.of(s, 2, wg)
+    units = share.units
+    row_sets = len(units) if share.splits_columns else 1
     valid_rows = shared.total[expert] - (block - shared.first_block[expert]) * s.block_m
-    column = tile * s.linear2_block_n + (wg * 128 if columns_split else 0)
     # 16 rows x 64 columns a warp and pass, through the warp's own staging rows.
+    staging = T.address_of(shared.staging[wg * 64 + warp * 16, 0])
     for q in units:
+        column = tile * s.linear2_block_n + share.half[q] * 128
         for half in (0, 1):
-            T.copy((acc.left, acc.right)[half][q], shared.staging[wg * 64 : wg * 64 + 64, :])
-            T.sync_warp()
+            if half == 1:
+                # Renames registers: only `left` has the order that `stage_rows` knows.
+                for i, j in T.Parallel(64, 64):
+                    acc.left[q][i, j] = acc.right[q][i, j]
+            stage_rows(acc.left[q], staging)
             for step in (0, 1, 2, 3):
-                row = warp * 16 + step * 4 + lane // 8
+                row = step * 4 + lane // 8
                 source = T.alloc_var("int32")
-                source = T.shfl_sync(metadata.value[0], q * 16 + step * 4 + lane // 8)
-                if first_row + q * 64 + row < valid_rows:
-                    to = T.make_tensor_from_addr(
+                source = T.shfl_sync(metadata.value[0], q % row_sets * 16 + row)
+                if share.a_row[q] + warp * 16 + row < valid_rows:
+                    store_row(
                         p.peers[source >> COUNTER_BITS]
                         + plan.offset("combine_acts")
                         + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
-                        * (plan.problem.hidden * ITEM_BYTES_BF16),
-                        (plan.problem.hidden,),
-                        "bfloat16",
+                        * (plan.problem.hidden * ITEM_BYTES_BF16)
+                        + (column + half * 64) * ITEM_BYTES_BF16,
+                        staging,
+                        row,
                     )
-                    for u in T.vectorized(8):
-                        to[column + half * 64 + lane % 8 * 8 + u] = shared.staging[
-                            wg * 64 + row, lane % 8 * 8 + u
-                        ]
             T.sync_warp()

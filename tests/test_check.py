@@ -1,0 +1,592 @@
+"""The checks of `tl-megamoe check` on fake kernels, its processes and limits, its table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_kernels import fake_layer, loop_ranks
+
+from tl_megamoe.buffer import SymmBuffer
+from tl_megamoe.explorer import check, checker, cli
+from tl_megamoe.explorer.checker import Case, CheckConfig, Row
+from tl_megamoe.explorer.checks import ACCUMULATORS, PHASE_CHECKS
+from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
+from tl_megamoe.explorer.findings import intermediate_found, pool_found
+from tl_megamoe.explorer.layer import Layer
+from tl_megamoe.explorer.places import first_places, kernel_places
+from tl_megamoe.explorer.ranks import OneRank
+from tl_megamoe.kernel import KernelSpec
+from tl_megamoe.problem import Problem
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
+from tl_megamoe.schedule import Schedule
+
+ONE = Problem(name="t", hidden=256, intermediate=256, num_experts=6, num_topk=3, num_ranks=1)
+TWO = replace(ONE, num_ranks=2)
+CAPACITY = 96
+ALL_CHECKS = [(phase, name) for phase, names in PHASE_CHECKS.items() for name in names]
+
+
+def schedule_of(phase: str, problem: Problem) -> Schedule | None:
+    return None if phase == "interface" else check.check_schedules(problem, 66, Recipe())[phase][0]
+
+
+def make(problem: Problem, recipe: Recipe | None = None, **options: Any) -> Layer:
+    if problem.num_ranks > 1:
+        return fake_layer(loop_ranks(problem, CAPACITY, recipe), **options)
+    buffer = SymmBuffer(problem, CAPACITY, "cpu", recipe=recipe)
+    return fake_layer(OneRank(problem, {0: buffer}), **options)
+
+
+# ---- the checks
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+@pytest.mark.parametrize("problem", [ONE, TWO], ids=["one", "two"])
+def test_right_kernels_pass_every_check(problem: Problem, recipe: Recipe) -> None:
+    layer = make(problem, recipe)
+    for tokens in ([0] * problem.num_ranks, [20, 7][: problem.num_ranks]):
+        layer.fill(tokens, 5, mask=0.2)
+        for phase, name in ALL_CHECKS:
+            found = PHASE_CHECKS[phase][name](layer, schedule_of(phase, problem))
+            assert found, found
+            assert found.check == name
+            assert found.ranks == f"{problem.num_ranks} {layer.ranks.mode}"
+            assert found.tokens == ("0" if not tokens[0] else ",".join(map(str, tokens)))
+
+
+def flip_code(b: SymmBuffer, spec: KernelSpec) -> None:
+    """The sign of one code of each pool and a bit of one row that came back."""
+    if b.rank == b.problem.num_ranks - 1:
+        b.l1_acts.view(torch.uint8)[0, 5] ^= 128
+        b.l2_acts.view(torch.uint8)[0] ^= 128
+        b.combine_acts[b.combine_acts.isfinite()] *= 1.1
+
+
+BREAKS: dict[str, tuple[Callable[[SymmBuffer, KernelSpec], None], tuple[str, ...], str]] = {
+    "a pulled code": (flip_code, ("dispatch",), "1 elements of l1_acts differ"),
+    "a count": (
+        lambda b, spec: b.expert_recv_count_sum.add_(1),
+        ("dispatch",),
+        "local expert 0 received",
+    ),
+    "metadata": (
+        lambda b, spec: b.token_src_metadata.add_(1 << 24),
+        ("dispatch",),
+        "elements of token_src_metadata differ",
+    ),
+    "a scale": (lambda b, spec: b.l1_acts_sf.mul_(1.001), ("dispatch",), "l1_acts_sf differ"),
+    "codes": (flip_code, ("linear1",), "more than one step apart"),
+    "an intermediate scale": (
+        lambda b, spec: b.l2_acts_sf.mul_(1.01),
+        ("linear1",),
+        "scales are off",
+    ),
+    "rows": (flip_code, ("linear2",), "relative error"),
+    "a row too many": (
+        lambda b, spec: b.combine_acts.nan_to_num_(1.0),
+        ("linear2",),
+        "without a route were written",
+    ),
+    "a counter": (
+        lambda b, spec: b.l2_done.add_(1),
+        ("dispatch", "linear1", "linear2", "fused"),
+        "counters are not zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize("name", list(BREAKS))
+def test_wrong_kernels_fail(name: str, problem: Problem) -> None:
+    break_it, phases, reason = BREAKS[name]
+    for phase in phases:
+        layer = make(problem, break_it=break_it)
+        layer.fill(30, 5)
+        check_name = list(PHASE_CHECKS[phase])[-1]
+        found = PHASE_CHECKS[phase][check_name](layer, schedule_of(phase, problem))
+        assert not found
+        assert found.status == "fail"
+        assert reason in found.reason, found
+        if problem.num_ranks == 2:
+            assert "rank 1: " in found.reason
+
+
+def test_wrong_results_and_unsteady_ones_fail() -> None:
+    layer = make(ONE)
+    layer.fill(30, 5)
+    schedule = schedule_of("fused", ONE)
+    assert schedule is not None
+    right = layer.launch
+
+    def off(factor: float, only: int) -> Callable[..., Any]:
+        launches = []
+
+        def launch(*args: Any, **options: Any) -> Any:
+            launches.append(1)
+            y = right(*args, **options)
+            return {r: t * factor if len(launches) == only else t for r, t in y.items()}
+
+        return launch
+
+    layer.launch = off(1.1, 1)  # type: ignore[method-assign]
+    assert "relative error 1.0" in PHASE_CHECKS["fused"]["fused"](layer, schedule).reason
+    layer.launch = off(1.1, 2)  # type: ignore[method-assign]
+    found = PHASE_CHECKS["fused"]["fused"](layer, schedule)
+    assert found.reason == "launch 2 gives other bits than the first"
+    layer.launch = off(1.1, 1)  # type: ignore[method-assign]
+    assert "of y differ" in PHASE_CHECKS["combine"]["combine"](layer, schedule).reason
+
+
+def test_accumulators_off_by_a_thousandth_fail() -> None:
+    layer = make(ONE)
+    layer.fill(30, 5)
+    schedule = schedule_of("linear1", ONE)
+    right = layer.launch
+
+    def launch(*args: Any, accumulators: Any, **options: Any) -> Any:
+        y = right(*args, accumulators=accumulators, **options)
+        accumulators[0] *= 1.001
+        return y
+
+    layer.launch = launch  # type: ignore[method-assign]
+    found = PHASE_CHECKS["linear1"][ACCUMULATORS](layer, schedule)
+    assert found.reason.startswith("relative error 1.00e-03 exceeds 5.00e-04")
+
+
+@pytest.mark.parametrize("other", ALL_RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+def test_linear1_tells_the_recipes_apart(recipe: Recipe, other: Recipe) -> None:
+    layer = make(ONE, recipe)
+    layer.fill(40, 5)
+    schedule = schedule_of("linear1", ONE)
+    assert schedule is not None
+    assert PHASE_CHECKS["linear1"]["linear1"](layer, schedule)
+    places = first_places(layer.counts(0), schedule.block_m, layer.ranks.device)
+    found = intermediate_found(layer, 0, schedule.block_m, places, other)
+    assert bool(found.reason) == (recipe != other)
+
+
+@pytest.mark.parametrize("many", [1, 40])
+def test_a_power_of_two_may_be_the_next_one_where_few_are(many: int) -> None:
+    layer = make(ONE, Recipe(scale="pow2"))
+    layer.fill(80, 5)
+    schedule = schedule_of("linear1", ONE)
+    assert schedule is not None
+    PHASE_CHECKS["linear1"]["linear1"](layer, schedule)
+    b = layer.ranks.first
+    places = first_places(layer.counts(0), schedule.block_m, b.device)
+    for place in places[:many].tolist():
+        b.l2_acts_sf[0, place] *= 2
+        codes = b.l2_acts[place, :128].float() / 2
+        b.l2_acts[place, :128] = codes.to(b.l2_acts.dtype)
+    found = intermediate_found(layer, 0, schedule.block_m, places)
+    assert ("powers of two" in found.reason) == (many == 40), found
+    b.l2_acts[places[0], :128] = 3.0
+    assert intermediate_found(layer, 0, schedule.block_m, places).reason
+
+
+def test_interface_refuses_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tl_megamoe.explorer import checks
+
+    layer = make(TWO)
+    layer.fill(3, 1)
+    assert checks.check_interface(layer)
+    monkeypatch.setattr(checks, "fp8_mega_moe", lambda *args, **options: None)
+    found = checks.check_interface(layer)
+    assert "rank 1: fp8_mega_moe accepts y in float32, " in found.reason
+    monkeypatch.undo()
+    layer.ranks.buffers[1].l2_arrival[3] = 1
+    assert checks.check_interface(layer).reason == (
+        "rank 1: counters are not zero before the first launch"
+    )
+
+
+# ---- a ring that wraps
+
+
+def test_rings_that_wrap() -> None:
+    """All routes to one rank: the fused kernel leaves the last blocks, the linears are skipped."""
+    problem = replace(ONE, name="wraps", num_experts=8, num_ranks=4, num_topk=6)
+    layer = fake_layer(loop_ranks(problem, CAPACITY))
+    layer.fill(CAPACITY, 3, "hot1")
+    hot = max(range(4), key=lambda r: sum(layer.counts(r)))
+    assert sum(layer.counts(hot)) == 4 * CAPACITY * 6
+    schedule = replace(schedule_of("fused", problem), block_m=64)  # type: ignore[type-var]
+    b = layer.ranks.buffers[hot]
+    assert sum(layer.counts(hot)) > b.layout.ring_rows
+    for name in (ACCUMULATORS, "linear1"):
+        found = PHASE_CHECKS["linear1"][name](layer, schedule)
+        assert found.status == "skipped"
+        assert f"rank {hot} receives {4 * CAPACITY * 6} rows" in found.reason
+    assert PHASE_CHECKS["dispatch"]["dispatch"](layer, schedule)
+    assert not pool_found(layer, hot, 64, in_order=True).reason
+    places = kernel_places(b, layer.counts(hot), 64)
+    assert len(places) == 4 * CAPACITY * 6
+    b.l1_acts_sf[0, (4 * CAPACITY * 6 - 1) % b.layout.ring_rows] += 1
+    assert pool_found(layer, hot, 64, in_order=True).reason.startswith("1 elements of l1_acts_sf")
+
+
+# ---- which schedules, which cases
+
+
+def test_every_mode_split_and_block_is_checked() -> None:
+    found = check.check_schedules(ONE, 132, Recipe())
+    assert [s.block_m for s in found["dispatch"]] == [32, 64, 128]
+    shapes = [(s.math_mode, s.block_m, s.linear1_block_n) for s in found["fused"]]
+    assert shapes == [
+        ("pingpong", 64, 256),
+        ("cooperative", 64, 256),
+        ("cooperative", 128, 256),
+        ("cooperative", 128, 128),
+    ]
+    assert {s.num_sms for group in found.values() for s in group} == {132}
+    assert len(check.check_schedules(ONE, 132, Recipe(), "pingpong")["linear1"]) == 1
+    narrow = replace(ONE, hidden=384)
+    assert [s.block_m for s in check.check_schedules(narrow, 132, Recipe())["dispatch"]] == [128]
+    with pytest.raises(ValueError, match="--math-mode pingpong: no such schedule"):
+        check.check_schedules(narrow, 132, Recipe(), "pingpong")
+
+
+def test_cases_and_their_kernels() -> None:
+    schedules = check.check_schedules(TWO, 66, Recipe())
+    cases = check.plan_cases("all", schedules, (0, 9), 2)
+    assert list(cases) == ["interface", *check.PHASES]
+    assert [c.tokens for c in cases["combine"]] == [(0, 0), (9, 9), (0, 9)]
+    assert [c.check for c in cases["linear1"]] == ([ACCUMULATORS] * 4 + ["linear1"] * 4) * 3
+    config = CheckConfig(problem=TWO, rank_mode="virtual", capacity=64)
+    specs = check.specs_of(config, cases)
+    assert len(specs) == 3 + 4 + 4 + 4 + 1 + 4
+    assert sum(spec.debug for spec in specs) == 4
+    assert list(check.plan_cases("combine", schedules, (9,), 1)) == ["interface", "combine"]
+
+
+# ---- processes and limits
+
+CONFIG = CheckConfig(problem=ONE, rank_mode="one", capacity=64)
+SCHEDULE = schedule_of("combine", ONE)
+
+
+def cases_of(**phases: int) -> dict[str, list[Case]]:
+    return {
+        phase: [Case(phase, phase, SCHEDULE, (n,)) for n in range(count)]
+        for phase, count in phases.items()
+    }
+
+
+def good(case: Case) -> Row:
+    return Row((case.check, "", str(case.tokens[0]), "", "1 one", "0", "0", "ok"))
+
+
+class FakeProcess:
+    """A child whose answers are scripted by (phase, tokens)."""
+
+    started = 0
+
+    def __init__(self, script: dict[tuple[str, int], Any], log: list[str]) -> None:
+        self.script, self.log = script, log
+        log.append("start")
+
+    def call(self, method: str, *payload: Any, timeout_s: float) -> Any:
+        if method == "ready":
+            assert timeout_s == checker.SETUP_TIMEOUT_S
+            return True
+        assert timeout_s == 7.0
+        case: Case = payload[0]
+        self.log.append(f"{case.phase}{case.tokens[0]}")
+        answer = self.script.get((case.phase, case.tokens[0]), good(case))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+
+def run(script: dict[tuple[str, int], Any], **phases: int) -> tuple[list[Row], list[str]]:
+    log: list[str] = []
+    rows = checker.run_in_children(
+        CONFIG, cases_of(**phases), 7.0, spawn=lambda config: FakeProcess(script, log)
+    )
+    return list(rows), log
+
+
+def test_each_phase_has_a_process_of_its_own() -> None:
+    rows, log = run({}, dispatch=2, combine=1)
+    assert [row.status for row in rows] == ["ok"] * 3
+    assert log == ["start", "dispatch0", "dispatch1", "close", "start", "combine0", "close"]
+
+
+def test_a_lost_process_costs_its_check() -> None:
+    lost = checker.blank_row(CONFIG, cases_of(combine=1)["combine"][0], "timeout", "x" * 2000)
+    script = {
+        ("dispatch", 0): ChildTimeout("no answer to 'run' in 7 s"),
+        ("dispatch", 1): ChildDied("process ended"),
+        ("linear1", 0): ChildError("ValueError", "no"),
+        ("combine", 0): replace(lost, context_lost=True),
+    }
+    rows, log = run(script, dispatch=3, linear1=1, combine=2)
+    assert [row.status for row in rows] == ["timeout", "error", "ok", "error", "timeout", "ok"]
+    assert rows[0].reason == "no answer to 'run' in 7 s"
+    assert rows[0].cells[:5] == ("dispatch", "pingpong n256.256", "0", "64", "1 one")
+    assert len(rows[4].reason) == 1000
+    assert log.count("start") == 6
+    assert log.count("kill") == 4
+
+
+def test_a_phase_that_loses_every_process_is_given_up() -> None:
+    script = {("fused", n): ChildDied("process ended") for n in range(9)}
+    rows, log = run(script, fused=9, combine=1)
+    assert [row.status for row in rows] == ["error"] * 3 + ["skipped"] * 6 + ["ok"]
+    assert rows[3].reason == "3 processes were lost before it"
+    assert log.count("start") == 4
+    assert len(check.failed(rows)) == 3
+
+
+class Clumsy:
+    """A checker that a real child process holds."""
+
+    def __init__(self, config: CheckConfig) -> None:
+        self.config = config
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self, case: Case) -> Row:
+        if case.tokens[0] == 1:
+            time.sleep(60)
+        if case.tokens[0] == 2:
+            raise ValueError("no such thing")
+        return good(case)
+
+
+def test_real_children_and_a_real_limit() -> None:
+    from tl_megamoe.explorer.child import Child
+
+    rows = list(
+        checker.run_in_children(
+            CONFIG, cases_of(fused=4), 1.5, spawn=lambda config: Child(Clumsy, (config,))
+        )
+    )
+    assert [row.status for row in rows] == ["ok", "timeout", "error", "ok"]
+    assert rows[2].reason == "no such thing"
+
+
+def test_a_checker_turns_failures_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tl_megamoe.buffer import MegaMoeTimeout
+    from tl_megamoe.explorer.ranks import RankFailed
+
+    checks = PHASE_CHECKS["combine"]
+    served = checker.Checker.__new__(checker.Checker)
+    served.config, served.layer, served._filled = CONFIG, make(ONE), None
+    served.layer.ranks.first.workspace.fill_(7)  # as a broken check before might leave it
+    case = Case("combine", "combine", SCHEDULE, (9,))
+    assert served.run(case).cells == (
+        "combine", "pingpong n256.256", "9", "64", "1 one", "bitwise", "bitwise", "ok",
+    )  # fmt: skip
+    for error, status, text in (
+        (MegaMoeTimeout("rank 1 has not\narrived"), "timeout", "rank 1 has not arrived"),
+        (RankFailed("MegaMoeTimeout", "rank 1: stuck"), "timeout", "rank 1: stuck"),
+        (RankFailed("ValueError", "rank 1: no"), "error", "rank 1: no"),
+        (RuntimeError("CUDA error"), "error", "RuntimeError: CUDA error"),
+    ):
+
+        def fails(layer: Layer, schedule: Schedule, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setitem(checks, "combine", fails)
+        row = served.run(case)
+        assert (row.status, row.reason, row.context_lost) == (status, text, True)
+
+
+class InPlace:
+    """A checker of a torchrun process."""
+
+    def __init__(self, bad: int, slow: int = -1) -> None:
+        self.bad, self.slow = bad, slow
+
+    def run(self, case: Case) -> Row:
+        if case.tokens[0] == self.slow:
+            time.sleep(0.5)
+        if case.tokens[0] == self.bad:
+            return checker.blank_row(CONFIG, case, "error", "broke", context_lost=True)
+        return good(case)
+
+
+def test_ranks_stop_after_a_failed_launch() -> None:
+    given_up: list[Row] = []
+    rows = list(
+        checker.run_in_place(
+            CONFIG, cases_of(fused=4), 9.0, make=lambda c: InPlace(1), give_up=given_up.append
+        )
+    )
+    assert [row.status for row in rows] == ["ok", "error", "skipped", "skipped"]
+    assert not given_up
+
+
+def test_a_rank_that_hangs_ends_the_job() -> None:
+    given_up: list[Row] = []
+    rows = checker.run_in_place(
+        CONFIG, cases_of(fused=3), 0.1, make=lambda c: InPlace(9, slow=1), give_up=given_up.append
+    )
+    assert len(list(rows)) == 3
+    assert [row.status for row in given_up] == ["timeout"]
+    assert given_up[0].cells[2] == "1"
+    assert given_up[0].reason == "took over 0.1 s; the job was ended"
+
+
+# ---- table and command line
+
+
+def test_table() -> None:
+    case = Case("fused", "fused", SCHEDULE, (8,))
+    rows = [good(case), checker.blank_row(CONFIG, case, "timeout", "linear1: stuck")]
+    lines = check.render(rows).splitlines()
+    assert lines[0].split("  ")[0] == "check"
+    assert [line.index("1 one") for line in lines[1:3]] == [lines[0].index("ranks")] * 2
+    assert lines[1].endswith("ok")
+    assert lines[3:] == [
+        "timeout: fused pingpong n256.256 8 tokens: linear1: stuck",
+        "1 ok, 1 timeout",
+    ]
+
+
+def config_of(*flags: str) -> CheckConfig:
+    args = cli.make_parser().parse_args(["check", "--problem", "deepseek-v4-flash", *flags])
+    return check._config(args)
+
+
+def test_ranks_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    one = config_of()
+    assert (one.rank_mode, one.problem.num_experts, one.capacity) == ("one", 32, 768)
+    four = config_of("--ranks", "4", "--recipe", "pow2-64", "--tokens", "3,0")
+    assert (four.rank_mode, four.problem.num_ranks, four.problem.num_experts) == ("virtual", 4, 256)
+    assert (str(four.recipe), four.capacity) == ("pow2-64", 256)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    real = config_of()
+    assert (real.rank_mode, real.problem.num_ranks) == ("real", 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "message"),
+    [
+        ("1", ["--ranks", "2", "--rank-mode", "real"], "this job has 1. Start it with: torchrun"),
+        ("1", ["--rank-mode", "real"], "torchrun --nproc_per_node=N"),
+        ("1", ["--rank-mode", "virtual"], "needs the number of ranks"),
+        ("1", ["--ranks", "3"], "num_ranks=3 does not divide"),
+        ("1", ["--ranks", "2", "--rank-mode", "one"], "one rank runs alone"),
+        ("1", ["--capacity", "8"], "--capacity 8 is below the 192 of --tokens"),
+        ("4", ["--ranks", "2"], "--ranks 2: a process a rank, and this job has 4"),
+        ("4", ["--rank-mode", "virtual"], "--rank-mode virtual under torchrun"),
+        ("1", [], "no SM90 GPU here: check runs kernels"),
+    ],
+)
+def test_errors(
+    size: str,
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setattr(check, "find_gpu", lambda: None)
+    assert cli.main(["check", "--problem", "deepseek-v4-flash", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert not out
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("bad", "code"), [(None, 0), ("fail", 1), ("timeout", 1), ("skipped", 0)])
+def test_exit_codes(
+    bad: str | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def rows(config: CheckConfig, cases: dict[str, list[Case]], timeout_s: float) -> list[Row]:
+        seen.update(config=config, cases=cases, timeout_s=timeout_s)
+        case = cases["fused"][0]
+        return [good(case), checker.blank_row(config, case, bad or "ok", "because")]
+
+    monkeypatch.setattr(check, "find_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(check, "_build", lambda specs, jobs: len(specs) == 4)
+    monkeypatch.setattr(check, "run_in_children", rows)
+    flags = ["--problem", "mimo-v2.5", "--phase", "fused", "--timeout", "9", "--ranks", "4"]
+    assert cli.main(["check", *flags]) == code
+    out, err = capsys.readouterr()
+    assert out.startswith("check ")
+    assert "fused " in err
+    assert seen["timeout_s"] == 9.0
+    assert {c.schedule.num_sms for c in seen["cases"]["fused"]} == {33}
+
+
+@pytest.mark.parametrize(("rank", "bad", "code"), [(0, "ok", 0), (0, "fail", 1), (1, "ok", 0)])
+def test_a_process_of_a_job(
+    rank: int,
+    bad: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The process of rank 0 prints, all of them exit alike."""
+    import torch.distributed as dist
+
+    from tl_megamoe.explorer import ranks
+
+    calls: list[str] = []
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(check, "find_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(check, "_build", lambda specs, jobs: calls.append("build") or True)
+    monkeypatch.setattr(ranks, "join_job", lambda: calls.append("join"))
+    monkeypatch.setattr(ranks, "exchange", lambda value: [value, value])
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("leave"))
+
+    def rows(config: CheckConfig, cases: Any, timeout_s: float, *, give_up: Any) -> list[Row]:
+        assert (config.rank_mode, config.problem.num_ranks, timeout_s) == ("real", 2, 120.0)
+        return [checker.blank_row(config, cases["fused"][0], bad, "")]
+
+    monkeypatch.setattr(check, "run_in_place", rows)
+    assert cli.main(["check", "--problem", "mimo-v2.5", "--phase", "fused"]) == code
+    out, err = capsys.readouterr()
+    assert bool(out) == bool(err) == (rank == 0)
+    assert calls == ["join"] + ["build"] * (rank == 0) + ["leave"] * (code == 0)
+
+
+def test_compile_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tl_megamoe.explorer import farm
+
+    built: list[KernelSpec] = []
+
+    class FakeFarm:
+        def __init__(self, *, jobs: int | None) -> None:
+            assert jobs == 2
+
+        def run(self, specs: list[KernelSpec], on_done: Callable[..., None]) -> None:
+            for spec in specs:
+                built.append(spec)
+                report = None if spec.phase == "combine" else object()
+                on_done(spec, farm.BuildResult("ok", report, ""))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(farm, "Farm", FakeFarm)
+    command = ["check", "--problem", "mimo-v2.5", "--compile-only", "--jobs", "2"]
+    assert cli.main([*command, "--phase", "linear1", "--math-mode", "pingpong"]) == 0
+    assert [(spec.phase, spec.debug) for spec in built] == [("linear1", True), ("linear1", False)]
+    assert cli.main([*command, "--phase", "combine"]) == 1
+
+
+def test_names_of_checks() -> None:
+    for phase, name in ALL_CHECKS:
+        assert name.startswith(phase)

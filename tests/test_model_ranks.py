@@ -1,0 +1,450 @@
+"""Many ranks on the host: whole launches in random order, the walk over a ring, the layout."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from host_model import STYLES, DeadlockError, ModelError, Rules, World, make_plan
+
+from tl_megamoe.device.plan import Plan
+from tl_megamoe.device.walk import LINEAR1_BIT, WALK_CUDA, Task, first_blocks, walk, walk_order
+from tl_megamoe.layout import ALIGNMENT, LINE, MAX_RANKS, make_layout
+from tl_megamoe.problem import PRESETS, Problem, divisors_of
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
+from tl_megamoe.schedule import COUNTER_BITS, Schedule
+
+RANKS = (1, 2, 3, 4, 8, 16)
+MIB = 2**20
+
+# ---- whole launches
+
+
+def random_problem(rng: random.Random, ranks: int) -> Problem:
+    return Problem(
+        name="model",
+        hidden=rng.choice((128, 256, 384, 512)),
+        intermediate=rng.choice((128, 256, 384)),
+        num_experts=ranks * rng.choice((1, 2, 3, 5)),
+        num_topk=rng.choice((1, 2, 4)),
+        num_ranks=ranks,
+    )
+
+
+def random_schedule(rng: random.Random, problem: Problem) -> Schedule:
+    """A valid one: both math modes, both splits, both orders."""
+    local = problem.num_local_experts
+    while True:
+        lag = rng.choice((0, 0, 1, 2, 3, 50))
+        schedule = Schedule(
+            math_mode=rng.choice(("cooperative", "pingpong")),
+            block_m=rng.choice((64, 128)),
+            linear1_block_n=rng.choice((128, 256)),
+            linear2_block_n=rng.choice((128, 256)),
+            stages=rng.choice((2, 3)),
+            order="lag" if lag else "wave",
+            lag=lag,
+            experts_per_wave=local if lag else rng.choice(divisors_of(local)),
+            dispatch_warps=rng.choice((1, 2)),
+            rows_in_flight=rng.choice((1, 1, 2, 5)),
+            num_sms=rng.choice((1, 2, 3)),
+            prefetch=0,
+        )
+        if not schedule.violations(problem):
+            return schedule
+
+
+def random_routing(rng: random.Random, problem: Problem, capacity: int) -> list[list[list[int]]]:
+    """topk_idx of every rank: uneven and zero tokens, masked routes, duplicates, hot experts."""
+    experts, topk = range(problem.num_experts), problem.num_topk
+    style = rng.choice(("uniform", "duplicates", "one expert", "one rank", "sparse"))
+    hot = rng.randrange(problem.num_experts)
+    masked = rng.choice((0.0, 0.0, 0.3))
+    unused = (-1, problem.num_experts, 2**31, 2**40)
+    out = []
+    for _ in range(problem.num_ranks):
+        tokens = rng.choice((0, 1, capacity, rng.randrange(capacity + 1)))
+        topk_idx = []
+        for _ in range(tokens):
+            if style == "one expert":
+                token = [hot] * topk
+            elif style == "one rank":
+                first = hot // problem.num_local_experts * problem.num_local_experts
+                token = [first + rng.randrange(problem.num_local_experts) for _ in range(topk)]
+            elif style == "uniform" and len(experts) >= topk:
+                token = rng.sample(experts, topk)
+            else:
+                token = rng.choices(experts, k=topk)
+            share = 0.9 if style == "sparse" else masked
+            topk_idx.append([rng.choice(unused) if rng.random() < share else e for e in token])
+        out.append(topk_idx)
+    return out
+
+
+def order_of(schedule: Schedule) -> tuple[bool, int]:
+    """The launch arguments of the order (kernel.CompiledKernel.launch)."""
+    lag_order = schedule.order == "lag"
+    return lag_order, schedule.lag if lag_order else schedule.experts_per_wave
+
+
+def small_ring(rng: random.Random, plan: Plan) -> int:
+    """Ring blocks, from 2 up, that hold the blocks a dispatch warp has in flight at once."""
+    lanes, local = plan.schedule.rows_in_flight, plan.problem.num_local_experts
+    return max(rng.choice((2, 2, 3, 4, 6)), min(lanes - 1, local) + 1)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_launches_of_all_ranks(ranks: int, style: str, seed: int) -> None:
+    """Every route comes back once, every tile runs once, nothing is overwritten or hangs."""
+    rng = random.Random(seed)
+    wrapped = 0
+    for _ in range(60 if ranks < 8 else 25):
+        problem = random_problem(rng, ranks)
+        schedule = random_schedule(rng, problem)
+        capacity = rng.choice((1, 24, 192 // ranks + 64))
+        plan = make_plan(problem, schedule, capacity)
+        if rng.random() < 0.8:
+            plan = make_plan(problem, schedule, capacity, small_ring(rng, plan))
+        launches = [random_routing(rng, problem, capacity) for _ in range(2)]
+        wrapped += World(plan, launches, order_of(schedule), rng, style).run()
+    assert wrapped >= 3  # launches of a rank that reused rows
+
+
+def test_a_row_in_several_chunks(seed: int) -> None:
+    """With rows in flight that leave little shared memory, a row comes in pieces."""
+    rng = random.Random(seed)
+    problem = Problem(
+        name="chunks", hidden=512, intermediate=128, num_experts=4, num_topk=2, num_ranks=2
+    )
+    schedule = Schedule(
+        stages=2, dispatch_warps=3, rows_in_flight=32, num_sms=2, experts_per_wave=2, prefetch=0
+    )
+    while schedule.row_chunk(problem) == problem.hidden:
+        schedule = replace(schedule, stages=schedule.stages + 1)
+    plan = make_plan(problem, schedule, 200, 3)
+    assert plan.chunks_per_row > 1
+    launches = [random_routing(rng, problem, 200) for _ in range(4)]
+    launches += [[[[0, 1]] * 200, [[1, 0]] * 150]]
+    assert World(plan, launches, (False, 2), rng, "bursts").run()
+
+
+# ---- the model can fail
+
+
+def breaks(
+    rules: Rules,
+    *,
+    seed: int,
+    ring_blocks: int = 3,
+    order: tuple[bool, int] = (True, 2),
+    num_sms: int = 2,
+    rows_in_flight: int = 1,
+    block_rows: int = 64,
+) -> list[ModelError]:
+    """What goes wrong in random launches with many blocks on rank 0 under these rules."""
+    rng = random.Random(seed)
+    local = 8
+    problem = Problem(
+        name="broken", hidden=256, intermediate=256, num_experts=2 * local, num_topk=1, num_ranks=2
+    )
+    schedule = Schedule(
+        block_m=64,
+        stages=2,
+        num_sms=num_sms,
+        rows_in_flight=rows_in_flight,
+        experts_per_wave=local,
+        prefetch=0,
+    )
+    plan = make_plan(problem, schedule, 8 * block_rows, ring_blocks)
+    routing = [[[token % local] for token in range(4 * block_rows)] for _ in range(2)]
+    found = []
+    for style in STYLES * 3:
+        try:
+            World(plan, [routing], order, rng, style, rules).run()
+        except ModelError as error:
+            found.append(error)
+    return found
+
+
+def test_right_rules_hold_where_wrong_ones_break(seed: int) -> None:
+    assert not breaks(Rules(), seed=seed)
+    assert not breaks(Rules(), seed=seed, order=(True, 10**6), num_sms=1)
+    assert not breaks(Rules(), seed=seed, order=(False, 8), num_sms=1)
+
+
+@pytest.mark.parametrize("lag", [3, 4, 8])
+def test_a_lag_of_the_ring_or_more_hangs(lag: int, seed: int) -> None:
+    found = breaks(Rules(bounded_lag=False), seed=seed, order=(True, lag), num_sms=1)
+    assert len(found) == 3 * len(STYLES)
+    assert all(isinstance(error, DeadlockError) for error in found)
+    assert "intermediate ring: linear2 of block 0" in str(found[0])
+
+
+def test_the_wave_order_over_a_ring_hangs(seed: int) -> None:
+    found = breaks(Rules(bounded_lag=False), seed=seed, order=(False, 8))
+    assert all(isinstance(error, DeadlockError) for error in found)
+    assert len(found) == 3 * len(STYLES)
+
+
+@pytest.mark.parametrize(
+    ("rules", "order", "message"),
+    [
+        (Rules(pool_wait=False), (True, 2), "rows of pool block .* before they are read"),
+        (Rules(intermediate_wait=False), (True, 2), "intermediate rows .* before they are read"),
+        (
+            Rules(intermediate_wait=False, bounded_lag=False),
+            (True, 4),
+            "intermediate rows .* before they are read",
+        ),
+        (Rules(token_wait=False), (True, 2), "linear1 of block .* reads row"),
+        (Rules(linear1_wait=False), (True, 2), "linear2 of block .* reads row"),
+    ],
+)
+def test_a_missing_wait_is_seen(
+    rules: Rules, order: tuple[bool, int], message: str, seed: int
+) -> None:
+    found = breaks(rules, seed=seed, order=order, num_sms=3)
+    assert found
+    assert any(re.search(message, str(error)) for error in found), found
+
+
+def test_rows_in_flight_need_their_blocks_in_the_ring(seed: int) -> None:
+    """Why the ring holds a block an expert: a warp would wait for rows that it has itself."""
+
+    def run(ring_blocks: int) -> list[ModelError]:
+        return breaks(
+            Rules(),
+            seed=seed,
+            ring_blocks=ring_blocks,
+            block_rows=2,
+            rows_in_flight=8,
+            num_sms=1,
+        )
+
+    assert not run(9)
+    found = run(2)
+    assert found
+    assert all(isinstance(error, DeadlockError) for error in found)
+    assert "pool ring: linear1 of block 0" in str(found[0])
+
+
+# ---- the walk over a ring
+
+
+def random_walks(seed: int, number: int) -> Iterator[tuple[list[int], int, bool, int, int, int]]:
+    """(first_block, ring_blocks, lag_order, step, n1, n2), most with more blocks than the ring."""
+    rng = random.Random(seed)
+    for _ in range(number):
+        ranks = rng.choice(RANKS)
+        local = rng.choice((1, 2, 3, 8, 31, 32, 33, 48))
+        capacity, topk = rng.choice((1, 64, 512)), rng.choice((1, 6))
+        problem = Problem(
+            name="walk",
+            hidden=128,
+            intermediate=128,
+            num_experts=ranks * local,
+            num_topk=topk,
+            num_ranks=ranks,
+        )
+        routes = rng.choice((ranks * capacity * topk, rng.randrange(ranks * capacity * topk + 1)))
+        weights = [rng.choice((0.0, 1.0, 1.0, 30.0)) + 1e-9 for _ in range(local)]
+        counts = [0] * local
+        for expert in rng.choices(range(local), weights, k=routes):
+            counts[expert] += 1
+        block_m = rng.choice((64, 128))
+        ring = make_layout(problem, capacity).ring_blocks(block_m)
+        if rng.random() < 0.5:
+            ring = rng.randrange(1, 20)
+        lag_order = rng.random() < 0.5
+        step = rng.choice((1, 2, 16, 10**6)) if lag_order else rng.choice(divisors_of(local))
+        first_block = first_blocks(counts, block_m)
+        yield first_block, ring, lag_order, step, rng.randrange(1, 5), rng.randrange(1, 5)
+
+
+def test_walk_over_a_ring(seed: int) -> None:
+    """Each tile once; linear2 behind its linear1, and linear1 behind the linear2 it waits for."""
+    wraps = 0
+    for first_block, ring, lag_order, step, n1, n2 in random_walks(seed, 400):
+        blocks = first_block[-1]
+        used = walk_order(blocks, ring, lag_order, step)
+        if blocks <= ring:
+            assert used == (lag_order, step)
+        else:
+            wraps += 1
+            assert used[0]
+            assert used[1] <= ring - 1
+            assert not lag_order or used[1] == min(step, ring - 1)
+        done = {1: [0] * blocks, 2: [0] * blocks}
+        for task in walk(first_block, *used, n1, n2):
+            if task.phase == 2:
+                assert done[1][task.block] == n1
+            elif task.block >= ring:
+                assert done[1][task.block - ring] == n1
+                assert done[2][task.block - ring] == n2
+            done[task.phase][task.block] += 1
+        assert done == {1: [n1] * blocks, 2: [n2] * blocks}
+    assert wraps > 100
+
+
+@pytest.fixture(scope="module")
+def device_walk(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """WALK_CUDA compiled for the host."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler, "a C++ compiler is a requirement of tilelang too"
+    text = tmp_path_factory.mktemp("walk") / "walk.cpp"
+    text.write_text('#define TLMM_DEV extern "C"\n' + WALK_CUDA, encoding="utf-8")
+    library = text.with_suffix(".so")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, text], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def test_device_text_walks_the_ring_alike(device_walk: ctypes.CDLL, seed: int) -> None:
+    """The same tasks as the Python twin, whatever lies behind the last expert."""
+    for first_block, ring, lag_order, step, n1, n2 in random_walks(seed, 300):
+        used = walk_order(first_block[-1], ring, lag_order, step)
+        tasks: list[Task | None] = [*walk(first_block, *used, n1, n2), None]
+        picked = {
+            0,
+            len(tasks) - 1,
+            *random.Random(seed).sample(range(len(tasks)), len(tasks) // 9),
+        }
+        experts = len(first_block) - 1
+        for poison in (0, -(2**31), 2**31 - 1):
+            array = (ctypes.c_int * (len(first_block) + 8))(*first_block, *[poison] * 8)
+            for index in picked:
+                code = device_walk.tlmm_task(
+                    index, array, experts, int(lag_order), step, ring, n1, n2
+                )
+                task = Task(1 if code & LINEAR1_BIT else 2, (code >> 8) & 0x3FFFFF, code & 255)
+                assert (None if code < 0 else task) == tasks[index]
+
+
+# ---- the layout
+
+
+def many(ranks: int, **sizes: int) -> Problem:
+    values = {"hidden": 512, "intermediate": 256, "num_experts": 4 * ranks, "num_topk": 2, **sizes}
+    return Problem(name="many", num_ranks=ranks, **values)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ring_rule(ranks: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        local, topk = rng.randrange(1, 60), rng.randrange(1, 9)
+        problem = many(ranks, num_experts=ranks * local, num_topk=topk)
+        capacity = rng.choice((1, 7, 64, rng.randrange(1, 9000)))
+        layout = make_layout(problem, capacity)
+        routes = ceil(Fraction(7, 16) * capacity * topk / 128) * 128
+        bound = layout.pool_rows if ranks == 1 else 128 * local + routes
+        assert layout.ring_rows == min(layout.pool_rows, bound)
+        for name in ("l1_acts", "l2_acts"):
+            assert layout.sections[name].shape[0] == layout.ring_rows
+        for name in ("l1_acts_sf", "l2_acts_sf"):
+            assert layout.sections[name].shape[1] == layout.ring_rows
+        for name in ("l1_topk_weights", "token_src_metadata"):
+            assert layout.sections[name].shape == (layout.pool_rows,)
+        for block_m in (64, 128):
+            # More than the blocks that 32 rows in flight may touch: see the test above.
+            assert layout.ring_rows % block_m == 0
+            assert layout.ring_blocks(block_m) > local or layout.ring_rows == layout.pool_rows
+
+
+def test_rows_in_flight_touch_few_blocks(seed: int) -> None:
+    """32 neighbouring rows lie in at most num_local_experts + 1 blocks, which any ring holds."""
+    rng = random.Random(seed)
+    for _ in range(300):
+        local = rng.randrange(1, 50)
+        counts = [rng.choice((0, 1, 2, 63, 64, 65, rng.randrange(300))) for _ in range(local)]
+        block_m = rng.choice((64, 128))
+        first_block = first_blocks(counts, block_m)
+        blocks = [first_block[e] + row // block_m for e, n in enumerate(counts) for row in range(n)]
+        for first, last in zip(blocks, blocks[31:], strict=False):
+            assert last - first <= local
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "bound"), [("deepseek-v4-flash", 700 * MIB), ("deepseek-v4-pro", 1113 * MIB)]
+)
+def test_memory_of_eight_ranks(name: str, bound: int, recipe: Recipe) -> None:
+    layout = make_layout(PRESETS[name], 8192, recipe)
+    assert PRESETS[name].num_ranks == 8
+    assert layout.num_bytes <= bound
+    assert layout.ring_rows < layout.pool_rows
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_description_adds_up(ranks: int) -> None:
+    for capacity in (1, 100, 8192):
+        layout = make_layout(many(ranks), capacity)
+        text = layout.describe()
+        reached = {
+            name: (int(size.replace(",", "")), int(at.replace(",", "")), reach == "symmetric")
+            for name, size, at, reach in re.findall(
+                r"^  (\w+) +([\d,]+)  at +([\d,]+)  (symmetric|local) ", text, re.MULTILINE
+            )
+        }
+        assert reached == {
+            s.name: (s.num_bytes, s.offset, s.peer_access) for s in layout.sections.values()
+        }
+        total = re.search(
+            r"symmetric ([\d,]+) \+ local ([\d,]+) \+ alignment ([\d,]+) = ([\d,]+) bytes", text
+        )
+        assert total
+        symmetric, local, padding, everything = (int(n.replace(",", "")) for n in total.groups())
+        assert symmetric == sum(size for size, _, peer in reached.values() if peer)
+        assert local == sum(size for size, _, peer in reached.values() if not peer)
+        assert symmetric + local + padding == everything == layout.num_bytes
+        assert 0 <= padding < ALIGNMENT * len(reached)
+        ends = [(at, at + size) for size, at, _ in reached.values()]
+        assert all(end <= at for (_, end), (at, _) in zip(ends, ends[1:], strict=False))
+
+
+def test_what_other_ranks_reach() -> None:
+    layout = make_layout(many(4), 64)
+    reached = {s.name for s in layout.sections.values() if s.peer_access}
+    assert reached == {"x", "x_sf", "topk_weights", "src_routes", "combine_acts", "workspace"}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_words_that_peers_write(ranks: int) -> None:
+    """A signal word a peer on a line of its barrier's own; counts apart from what is sent."""
+    problem = many(ranks)
+    layout = make_layout(problem, 64)
+    at = layout.workspace_offsets
+    lines = ("dispatch_sync", "combine_sync", "dispatch_signal", "combine_signal")
+    assert ranks <= MAX_RANKS <= LINE
+    assert [at[name] for name in lines] == [i * LINE for i in range(len(lines))]
+    sent = set(range(at["expert_send_count"], at["expert_send_count"] + problem.num_experts))
+    received = set(range(at["expert_recv_count"], at["expert_recv_count"] + problem.num_experts))
+    assert sent == received if ranks == 1 else not sent & received
+    assert min(sent | received) >= len(lines) * LINE
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_source_metadata_names_every_route(ranks: int) -> None:
+    problem = many(ranks, num_topk=6)
+    capacity = 2**COUNTER_BITS // 6
+    make_layout(problem, capacity)
+    for rank in range(ranks):
+        for slot, token in ((0, 0), (5, capacity - 1), (3, 12345)):
+            word = rank << COUNTER_BITS | slot * capacity + token
+            assert word < 2**31
+            assert word >> COUNTER_BITS == rank
+            assert divmod(word & (1 << COUNTER_BITS) - 1, capacity) == (slot, token)
+
+
+def test_more_ranks_than_a_launch_spans() -> None:
+    make_layout(many(MAX_RANKS), 8)
+    with pytest.raises(ValueError, match=r"num_ranks=17 of problem 'many' exceeds 16"):
+        make_layout(many(17), 8)

@@ -1,0 +1,131 @@
+"""Checks of what the op is called with, before anything is compiled or launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .buffer import SymmBuffer
+from .problem import SCALE_BLOCK, Problem
+from .recipe import Recipe, as_recipe
+
+ALIGNMENT = 16
+"""Bytes that the kernel's vector accesses to caller's tensors are aligned to."""
+DEEPGEMM_RECIPES = ((1, 128, 128), (128, 128, 128))
+"""What callers of DeepGEMM's SM90 kernels pass, which differ in how they write the same scales."""
+WeightPair = tuple[torch.Tensor, torch.Tensor]
+RecipeLike = Recipe | tuple[int, int, int] | None
+
+
+def weight_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of the pre-tiled weights and their scales, by argument name."""
+    local = problem.num_local_experts
+    hidden, intermediate = problem.hidden // SCALE_BLOCK, problem.intermediate // SCALE_BLOCK
+    tile = (SCALE_BLOCK, SCALE_BLOCK)
+    return {
+        "l1_weights": ((local, 2 * intermediate, hidden, *tile), (local, 2 * intermediate, hidden)),
+        "l2_weights": ((local, hidden, intermediate, *tile), (local, hidden, intermediate)),
+    }
+
+
+def check_tensor(
+    name: str,
+    tensor: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    buffer: SymmBuffer,
+) -> None:
+    """Raise ValueError unless `tensor` is contiguous, aligned and as the rest says."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, found {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype}, found {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {shape} for problem {buffer.problem.name!r}, "
+            f"found {tuple(tensor.shape)}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
+    if tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name} must start at a multiple of {ALIGNMENT} bytes (16-byte stores, TMA), found "
+            f"{tensor.data_ptr():#x}. Clone it."
+        )
+    if tensor.device != buffer.device:
+        raise ValueError(
+            f"{name} must be on {buffer.device} like the buffer, is on {tensor.device}"
+        )
+
+
+def check_y(y: Any, buffer: SymmBuffer) -> int:
+    """The number of tokens of an output that fits the buffer.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(y, torch.Tensor) or y.dim() != 2:
+        found = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+        raise ValueError(f"y must be a (num_tokens, hidden) tensor, found {found}")
+    num_tokens = int(y.shape[0])
+    if num_tokens > buffer.capacity:
+        raise ValueError(
+            f"y has num_tokens={num_tokens} rows, over the buffer's capacity={buffer.capacity}. "
+            "Make the buffer with a larger capacity, or split the batch."
+        )
+    check_tensor("y", y, (num_tokens, buffer.problem.hidden), torch.bfloat16, buffer)
+    return num_tokens
+
+
+def check_weights(name: str, pair: Any, buffer: SymmBuffer) -> None:
+    """Raise ValueError unless `pair` is what `transform_weights` makes of this rank's experts."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(
+            f"{name} must be a (weight, scale) pair from transform_weights, found "
+            f"{type(pair).__name__}"
+        )
+    weight, scale = weight_shapes(buffer.problem)[name]
+    try:
+        check_tensor(f"{name}[0]", pair[0], weight, torch.float8_e4m3fn, buffer)
+    except ValueError as error:
+        raise ValueError(f"{error}. Prepare weights with transform_weights.") from None
+    check_tensor(f"{name}[1]", pair[1], scale, torch.float32, buffer)
+
+
+def check_clamp(clamp: Any) -> None:
+    """Raise ValueError unless the clamp is None or a positive number."""
+    if clamp is None:
+        return
+    if not isinstance(clamp, (int, float)) or not (math.isfinite(clamp) and clamp > 0):
+        raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")
+
+
+def check_bound(buffer: SymmBuffer, num_tokens: int, token_bound: int | None) -> int:
+    """The tokens that the schedule is chosen for: the same number on all ranks.
+
+    Raises:
+        ValueError: below num_tokens, or over the capacity.
+    """
+    if token_bound is None:
+        token_bound = num_tokens if buffer.problem.num_ranks == 1 else buffer.capacity
+    if type(token_bound) is not int or not 0 <= num_tokens <= token_bound <= buffer.capacity:
+        raise ValueError(
+            f"token_bound={token_bound!r} must be an integer from num_tokens={num_tokens} to "
+            f"capacity={buffer.capacity}: the most tokens that any rank has in this launch, the "
+            "same on all ranks"
+        )
+    return token_bound
+
+
+def check_recipe(recipe: RecipeLike, buffer: SymmBuffer) -> None:
+    """Raise ValueError for another recipe than the buffer's, which None and the tuples mean."""
+    if recipe is None or recipe in DEEPGEMM_RECIPES:
+        return
+    found = as_recipe(recipe)
+    if isinstance(recipe, Recipe) and found != buffer.recipe:
+        raise ValueError(
+            f"recipe={found} differs from the buffer's, {buffer.recipe}, for which its pools are "
+            f"laid out. Make the buffer with recipe={found!r}, or pass recipe=None."
+        )

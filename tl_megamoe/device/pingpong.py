@@ -1,0 +1,93 @@
+"""Whose tile comes next: the math warpgroups' place in the walk, and their turns in pingpong mode.
+
+cooperative   both warpgroups compute every tile of the block; nothing here is emitted but the step
+pingpong      warpgroup 0 takes the tiles at even positions of the block's walk, 1 those at odd ones
+
+In pingpong mode the tensor cores belong to one warpgroup at a time, and so does the epilogue: a
+warpgroup multiplies its whole tile, hands the products on, finishes the tile while the other
+multiplies, and waits for its next turn. Barriers `MULTIPLY + wg` and `FINISH + wg` are where `wg`
+waits; the other one arrives there without waiting. Warpgroup 0 has the first turn.
+"""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from . import barriers, walk
+from .plan import Params, Plan
+from .walk import LINEAR1_BIT
+
+
+@T.meta_class
+class Turns:
+    """A math warpgroup's place in the walk; `cursor` passes over the other one's K blocks."""
+
+    def __init__(self, plan: Plan, p: Params, shared, cursor, grid_block, wg: int):
+        self.plan = plan
+        self.p = p
+        self.shared = shared
+        self.cursor = cursor
+        self.wg = wg
+        self.num_sms = plan.schedule.num_sms
+        self.pingpong = plan.schedule.pingpong
+        self.index = T.alloc_var("int32", init=grid_block)
+        if self.pingpong:
+            self.other = T.alloc_var("int32", init=-1)
+
+    def task(self):
+        """The task at this warpgroup's position, -1 past the end."""
+        return walk.task_expression(self.plan, self.p, self.shared, self.index[0])
+
+    @T.inline
+    def pass_over(self):
+        """Step over one tile of the other warpgroup."""
+        self.other[0] = self.task()
+        if self.other[0] >= LINEAR1_BIT:
+            self.cursor.skip(self.plan.groups1)
+        if (self.other[0] >> 30) == 0:
+            self.cursor.skip(self.plan.groups2)
+        self.index[0] = self.index[0] + self.num_sms
+
+    @T.inline
+    def start(self):
+        if self.pingpong:
+            if self.wg == 1:
+                barriers.arrive(barriers.MULTIPLY, 256)
+                barriers.arrive(barriers.FINISH, 256)
+                self.pass_over()
+
+    @T.inline
+    def next(self):
+        self.index[0] = self.index[0] + self.num_sms
+        if self.pingpong:
+            self.pass_over()
+
+    @T.inline
+    def begin_multiply(self):
+        if self.pingpong:
+            barriers.sync(barriers.MULTIPLY + self.wg, 256)
+
+    @T.inline
+    def end_multiply(self):
+        if self.pingpong:
+            barriers.arrive(barriers.MULTIPLY + 1 - self.wg, 256)
+
+    @T.inline
+    def begin_finish(self):
+        if self.pingpong:
+            barriers.sync(barriers.FINISH + self.wg, 256)
+
+    @T.inline
+    def end_finish(self):
+        if self.pingpong:
+            barriers.arrive(barriers.FINISH + 1 - self.wg, 256)
+
+    @T.inline
+    def end(self):
+        """Take the turn that is left over, so that no barrier stays half full: it belongs to the
+        warpgroup behind the last tile of the block, to warpgroup 0 when there was none."""
+        if self.pingpong:
+            self.index[0] = self.index[0] - self.num_sms
+            if (self.index[0] < 0) | (self.task() >= 0):
+                barriers.sync(barriers.MULTIPLY + self.wg, 256)
+                barriers.sync(barriers.FINISH + self.wg, 256)
