@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tl_megamoe.frozen import MATH_MODES, RANK_MODES
 from tl_megamoe.kernel import KernelSpec
+from tl_megamoe.layout import num_ring_rows
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
@@ -29,7 +31,6 @@ DISPATCH_BLOCKS = (32, 64, 128)
 NUM_SMS = 132
 """Multiprocessors to compile for where there is no GPU: those of an H100 or H200 (SXM)."""
 HEADER = ("check", "schedule", "tokens", "block_m", "ranks", "max error", "bound", "status")
-MODES = ("cooperative", "pingpong")
 
 
 # ---- what is checked
@@ -49,10 +50,10 @@ def check_schedules(
     Raises:
         ValueError: no schedule of the math mode is valid for the problem.
     """
-    base = replace(default_schedule(problem, 1, "cooperative"), num_sms=num_sms)
+    base = replace(default_schedule(problem, 1, "cooperative", recipe=recipe), num_sms=num_sms)
     wide = replace(base, linear1_block_n=256, linear2_block_n=256)
     linears = [
-        replace(default_schedule(problem, 1, "pingpong"), num_sms=num_sms),
+        replace(default_schedule(problem, 1, "pingpong", recipe=recipe), num_sms=num_sms),
         replace(wide, block_m=64),
         replace(wide, block_m=128),
         replace(base, block_m=128, linear1_block_n=128, linear2_block_n=128),
@@ -67,11 +68,12 @@ def check_schedules(
             f"{'; '.join(rules)}"
         )
     # The math warps idle in dispatch: any tile will do that allows the block_m.
-    pulls = [*(replace(wide, block_m=block_m) for block_m in DISPATCH_BLOCKS), linears[-1]]
     dispatch: dict[int, Schedule] = {}
-    for schedule in pulls:
-        if not schedule.violations(problem, recipe, "dispatch"):
-            dispatch.setdefault(schedule.block_m, schedule)
+    for block_m in DISPATCH_BLOCKS:
+        for tile in (wide, linears[-1]):
+            schedule = replace(tile, block_m=block_m)
+            if not schedule.violations(problem, recipe, "dispatch"):
+                dispatch.setdefault(block_m, schedule)
     every = tuple(valid)
     return {
         "dispatch": tuple(dispatch.values()),
@@ -83,7 +85,11 @@ def check_schedules(
 
 
 def plan_cases(
-    phase: str, schedules: dict[str, tuple[Schedule, ...]], tokens: Sequence[int], num_ranks: int
+    phase: str,
+    schedules: dict[str, tuple[Schedule, ...]],
+    tokens: Sequence[int],
+    num_ranks: int,
+    ring_tokens: int = 0,
 ) -> dict[str, list[Case]]:
     """The cases of a run by phase, `interface` first.
 
@@ -93,6 +99,8 @@ def plan_cases(
         tokens: token counts; every rank has that many. With more than one rank there is one more
             case, in which their counts differ and some have none.
         num_ranks: ranks that run.
+        ring_tokens: from `tokens_round_the_ring`; with so many tokens a rank, all on one expert,
+            the whole layer is checked once more. Not when 0.
     """
     from .checks import PHASE_CHECKS
 
@@ -108,7 +116,33 @@ def plan_cases(
             for check in PHASE_CHECKS[name]
             for schedule in schedules[name]
         ]
+    if ring_tokens and "fused" in out:
+        count = (ring_tokens,) * num_ranks
+        out["fused"] += [
+            Case("fused", check, schedule, count, "hot1")
+            for check in PHASE_CHECKS["fused"]
+            for schedule in schedules["fused"]
+        ]
     return out
+
+
+def tokens_round_the_ring(problem: Problem, capacity: int) -> int:
+    """Tokens of every rank that need more rows than the ring has, with all routes on one expert.
+
+    Returns:
+        The capacity, or 0 where even that many fit (layout.py), as on one rank.
+    """
+    rows = problem.num_ranks * capacity * problem.num_topk
+    return capacity if rows > num_ring_rows(problem, capacity) else 0
+
+
+def check_capacity(problem: Problem, most: int) -> int:
+    """The tokens of a buffer for checks with at most `most`, and for one that wraps the ring."""
+    capacity = max(4 * most, 256)
+    if problem.num_ranks > 1:  # the ring is less than half of a rank's own routes, and a constant
+        while not tokens_round_the_ring(problem, capacity):
+            capacity += 128
+    return capacity
 
 
 def specs_of(config: CheckConfig, cases: dict[str, list[Case]]) -> list[KernelSpec]:
@@ -148,18 +182,22 @@ def add_parser(add: Callable[..., Any], add_problem: Callable[[Any], None]) -> N
     )
     parser.add_argument(
         "--rank-mode",
-        choices=("one", "virtual", "real"),
+        choices=RANK_MODES,
         help="virtual: all ranks on this GPU; real: a torchrun process a rank (by --ranks)",
     )
     parser.add_argument("--tokens", type=_counts, default=TOKENS, help="as 0,8,48,192")
-    parser.add_argument("--capacity", type=_at_least(1), help="buffer tokens (4x the most tokens)")
+    parser.add_argument(
+        "--capacity",
+        type=_at_least(1),
+        help="buffer tokens (4x the most tokens, and on many ranks enough to wrap the ring)",
+    )
     parser.add_argument(
         "--recipe",
         choices=[str(recipe) for recipe in ALL_RECIPES],
         default=str(Recipe()),
         help="recipe that the kernels run (exact-128)",
     )
-    parser.add_argument("--math-mode", choices=MODES, help="only this one (both)")
+    parser.add_argument("--math-mode", choices=MATH_MODES, help="only this one (both)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds a check may take (120)"
@@ -187,7 +225,9 @@ def run_check(args: argparse.Namespace) -> int:
         )
     num_sms = _num_sms() // (config.problem.num_ranks if config.rank_mode == "virtual" else 1)
     schedules = check_schedules(config.problem, num_sms, config.recipe, args.math_mode)
-    cases = plan_cases(args.phase, schedules, args.tokens, config.problem.num_ranks)
+    ring_tokens = tokens_round_the_ring(config.problem, config.capacity)
+    ranks = config.problem.num_ranks
+    cases = plan_cases(args.phase, schedules, args.tokens, ranks, ring_tokens)
     if args.compile_only:
         return 0 if _build(specs_of(config, cases), args.jobs) else 1
     if config.rank_mode == "real":
@@ -206,7 +246,7 @@ def _run_rank(config: CheckConfig, cases: dict[str, list[Case]], args: argparse.
     """The run as one process of a torchrun job; the process of rank 0 speaks."""
     import torch.distributed as dist
 
-    from .ranks import exchange, join_job, own_rank
+    from .ranks import exchange, join_job, leads_host, own_rank
 
     speaks = own_rank() == 0
     rows: list[Row] = []
@@ -219,7 +259,7 @@ def _run_rank(config: CheckConfig, cases: dict[str, list[Case]], args: argparse.
 
     join_job()
     built = True
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if leads_host(own_rank()):
         built = _build(specs_of(config, cases), args.jobs)
     if not all(exchange(built)):
         return 1
@@ -287,7 +327,7 @@ def _config(args: argparse.Namespace) -> CheckConfig:
     chosen = argparse.Namespace(**{**vars(args), "ranks": ranks, "rank_mode": mode})
     problem, mode = running_problem(chosen)
     most = max(args.tokens)
-    capacity = args.capacity or max(4 * most, 256)
+    capacity = args.capacity or check_capacity(problem, most)
     if capacity < most:
         raise ValueError(f"--capacity {capacity} is below the {most} of --tokens")
     return CheckConfig(

@@ -12,11 +12,10 @@ from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
 
-from .child import Child, ChildDied, ChildError, ChildTimeout
+from .child import SETUP_TIMEOUT_S, Child, ChildDied, ChildError, ChildTimeout
 
 KERNEL_TIMEOUT_S = 10.0
 """Bound of a wait inside a kernel; the limit of a check is longer."""
-SETUP_TIMEOUT_S = 600.0
 MAX_LOST = 3
 """Processes that a phase may lose before the rest of its checks is skipped."""
 
@@ -48,12 +47,14 @@ class Case:
         check: its name (`checks.PHASE_CHECKS`).
         schedule: of the kernel; None where none runs.
         tokens: of every rank.
+        routing: as for `random_inputs`.
     """
 
     phase: str
     check: str
     schedule: Schedule | None
     tokens: tuple[int, ...]
+    routing: str = "uniform"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Checker:
             timeout_s=KERNEL_TIMEOUT_S,
         )
         self.layer = Layer(ranks, config.seed)
-        self._filled: tuple[int, ...] | None = None
+        self._filled: tuple[tuple[int, ...], str] | None = None
 
     def ready(self) -> bool:
         """Called once, so that making weights and buffers has its own time limit."""
@@ -107,7 +108,7 @@ class Checker:
         from .ranks import RankFailed
 
         try:
-            self._prepare(case.tokens)
+            self._prepare(case)
             found = PHASE_CHECKS[case.phase][case.check](self.layer, case.schedule)
         except MegaMoeTimeout as error:
             return blank_row(self.config, case, "timeout", str(error), context_lost=True)
@@ -120,7 +121,7 @@ class Checker:
         cells = (
             found.check,
             found.schedule,
-            found.tokens,
+            input_text(case),
             str(found.block_m or ""),
             found.ranks,
             found.error,
@@ -129,15 +130,16 @@ class Checker:
         )
         return Row(cells, found.reason)
 
-    def _prepare(self, tokens: tuple[int, ...]) -> None:
-        """Inputs of these counts, and counters that no check before has touched."""
+    def _prepare(self, case: Case) -> None:
+        """The inputs of a case, and counters that no check before has touched."""
         for buffer in self.layer.ranks.buffers.values():
             buffer.workspace.zero_()
         self.layer.ranks.barrier()
-        if tokens != self._filled:
+        if (case.tokens, case.routing) != self._filled:
             self._filled = None
-            self.layer.fill(tokens, self.config.seed + 1 + sum(tokens))
-            self._filled = tokens
+            seed = self.config.seed + 1 + sum(case.tokens)
+            self.layer.fill(case.tokens, seed, case.routing)
+            self._filled = case.tokens, case.routing
 
 
 def make_checker(config: CheckConfig) -> Any:
@@ -148,16 +150,24 @@ def make_checker(config: CheckConfig) -> Any:
     return Checker(config)
 
 
+def input_text(case: Case) -> str:
+    """Tokens and routing of a case as the table names them."""
+    from .checks import token_text
+
+    text = token_text(case.tokens)
+    return text if case.routing == "uniform" else f"{text} {case.routing}"
+
+
 def blank_row(
     config: CheckConfig, case: Case, status: str, reason: str, *, context_lost: bool = False
 ) -> Row:
     """The row of a case that has no result."""
-    from .checks import label, token_text
+    from .checks import label
 
     cells = (
         case.check,
         label(case.schedule),
-        token_text(case.tokens),
+        input_text(case),
         "" if case.schedule is None else str(case.schedule.block_m),
         f"{config.problem.num_ranks} {config.rank_mode}",
         "-",

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+SETUP_TIMEOUT_S = 600.0
+"""Bound for making weights and buffers; V4-Pro's take some seconds."""
+
 
 class ChildTimeout(RuntimeError):  # noqa: N818 - says what happened, like TimeoutError
     """The child did not answer in time and was killed."""

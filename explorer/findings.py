@@ -31,11 +31,19 @@ power of two, which for values spread over a binade is 4e-4 of the groups."""
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a check found on one rank; `reason` is empty when all is right."""
+    """What a check found on one rank; `reason` is empty when all is right.
+
+    Attributes:
+        size: orders the ranks by their errors.
+        error: the same as text.
+        reason: what is wrong.
+        bounds: of the result and of a token, where they are the rank's own.
+    """
 
     size: float
     error: str
     reason: str = ""
+    bounds: tuple[float, float] | None = None
 
 
 def wrong(reason: str) -> Found:
@@ -159,10 +167,12 @@ def scattered_found(layer: Layer, rank: int) -> Found:
 
 def layer_found(layer: Layer, rank: int, y: Tensor, expected: Tensor) -> Found:
     """A rank's `y` after a launch of the fused kernel, and its counters."""
-    same = reference.compare(y, expected, intermediate=layer.problem.intermediate)
+    tokens = int((expected != 0).any(1).sum())  # those with a route
+    bounds = reference.tolerances(tokens, layer.problem.intermediate)
+    same = reference.compare(y, expected, max_rel_error=bounds[0], max_token_error=bounds[1])
     error = f"{same.rel_error:.1e}, token {same.worst_token_error:.1e}"
     reason = same.reason or _counters_reason(layer.ranks.buffers[rank])
-    return Found(same.rel_error, error, reason)
+    return Found(same.rel_error, error, reason, bounds)
 
 
 def bitwise_found(

@@ -12,14 +12,12 @@ from typing import Any, Protocol
 
 from tl_megamoe.schedule import Schedule
 
-from .child import Child, ChildDied, ChildError, ChildTimeout
+from .child import SETUP_TIMEOUT_S, Child, ChildDied, ChildError, ChildTimeout
 from .protocol import Block, CandidateFailed
 from .worker import CellInfo, CheckResult, WorkerConfig, make_worker
 
 logger = logging.getLogger(__name__)
 
-SETUP_TIMEOUT_S = 600.0
-"""Bound for making weights and buffers; V4-Pro's take some seconds."""
 YARDSTICK = "yardstick"
 
 

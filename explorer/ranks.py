@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from tl_megamoe.buffer import SymmBuffer
-from tl_megamoe.handshake import disable_multicast
+from tl_megamoe.frozen import RANK_MODES
+from tl_megamoe.handshake import disable_multicast, leader_of, own_host
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.timeouts import check_reports
 from tl_megamoe.virtual import VirtualGroup
 
-RANK_MODES = ("one", "virtual", "real")
 T = TypeVar("T")
 
 
@@ -149,7 +149,7 @@ class RealRanks(Ranks):
         return exchange(values[self.here[0]])
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        first = leads_host(self.here[0])
         out: list[T] = []
 
         def take_turn(mine: bool) -> None:
@@ -194,6 +194,14 @@ def exchange(value: T) -> list[T]:
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value, group=_control_group())
     return out
+
+
+def leads_host(rank: int) -> bool:
+    """Whether `rank`, this process', is the lowest on its machine: it compiles, the others load.
+
+    A collective call, like `exchange`.
+    """
+    return leader_of([{"host": host} for host in exchange(own_host())], rank) == rank
 
 
 def world_size() -> int:

@@ -125,7 +125,8 @@ def plan_cells(options: SearchOptions, frozen_device: str | None = None) -> list
     cells = []
     for num_tokens in options.tokens:
         # The baseline of every row.
-        default_schedule(options.problem, num_tokens).check(options.problem, options.recipe)
+        baseline = default_schedule(options.problem, num_tokens, recipe=options.recipe)
+        baseline.check(options.problem, options.recipe)
         current = None
         if frozen_device is not None:
             found = frozen.lookup(

@@ -209,12 +209,12 @@ def enumerate_candidates(
         problem: the layer that runs (a one-rank view for one rank).
         num_tokens: tokens a rank contributes; decides the default schedule.
         space: where to look.
-        recipe: checked with every schedule.
+        recipe: checked with every schedule; decides the default schedule.
         frozen: the schedule that is frozen today, if any.
         gpu_ranks: virtual ranks that share the GPU; each gets `num_sms // gpu_ranks` of a point.
     """
     local = problem.num_local_experts
-    default = default_schedule(problem, num_tokens)
+    default = default_schedule(problem, num_tokens, recipe=recipe)
     default = replace(default, num_sms=default.num_sms // gpu_ranks)
     classic = replace(
         default, dispatch_warps=2, load_warps=2, load_registers=48, math_registers=224

@@ -1,13 +1,16 @@
 """Seeds from the test id, and the rule that no `sm90` test is skipped on an SM90 machine.
 
 Under torchrun every process runs the same tests in the same order: those of as many ranks as there
-are processes (`multi_gpu`), and nothing else.
+are processes (`multi_gpu`), and nothing else. A test that hangs there ends its process, and with it
+the job: a rank that fails alone leaves its peers in an exchange.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,6 +20,9 @@ import pytest
 from tl_megamoe.handshake import disable_multicast
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+TEST_LIMIT_S = 300.0
+"""Limit of a test under torchrun: time to compile a dozen kernels that were not built before."""
+_STDERR = pytest.StashKey[int]()
 # Both are read when CUDA starts, which no test does while it is imported.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 disable_multicast()
@@ -53,6 +59,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = gpus_needed(item)
         if needed and num_sm90_gpus() < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} SM90 GPU(s)"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(sys.__stderr__.fileno()) if WORLD_SIZE > 1 else -1
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.stash.get(_STDERR, -1) >= 0:
+        os.close(config.stash[_STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if WORLD_SIZE > 1:
+        stderr = item.config.stash[_STDERR]
+        faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        if WORLD_SIZE > 1:
+            faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -91,9 +91,19 @@ def over_ranks(num_ranks: int) -> Problem:
 ON_RANKS = {n: over_ranks(n) for n in (*RANKS, *filter(None, [real_ranks()]))}
 RANKS_CAPACITY = 1024
 """With all routes on one of four ranks 12,288 rows share a ring of 2,176."""
-DUPLICATES_ON_RANKS = small("duplicates2", num_experts=2, num_topk=3, num_ranks=2)
-"""Two experts, top-3: every token routes to one of them at least twice."""
 WRAPS = ON_RANKS[4]
+"""The ranks of tests that run on one number of virtual ranks."""
+WRAPS_RECIPE = Recipe(scale="pow2", intermediate_group=64)
+
+
+def duplicates_on(num_ranks: int) -> Problem:
+    """An expert a rank and one route more: every token routes to one of them at least twice."""
+    return small(
+        f"duplicates{num_ranks}",
+        num_experts=num_ranks,
+        num_topk=num_ranks + 1,
+        num_ranks=num_ranks,
+    )
 
 
 def rank_mode(problem: Problem) -> str:
@@ -301,14 +311,13 @@ def rank_specs(problem: Problem) -> Iterable[KernelSpec]:
     yield from (_spec(problem, s) for s in rank_schedules(problem).values())
 
 
-def many_rank_specs() -> Iterable[KernelSpec]:
+def many_rank_specs(problem: Problem, duplicates: Problem) -> Iterable[KernelSpec]:
     """Kernels over ranks that one number of ranks launches."""
-    yield from _phases(WRAPS, RANK_PHASE_SCHEDULES)
-    recipe = Recipe(scale="pow2", intermediate_group=64)
-    for schedule in schedules(WRAPS, ("pingpong", "wide128"), recipe).values():
-        yield _spec(WRAPS, schedule, recipe=recipe)
-    for schedule in schedules(DUPLICATES_ON_RANKS, ("pingpong", "wide128")).values():
-        yield _spec(DUPLICATES_ON_RANKS, schedule)
+    yield from _phases(problem, RANK_PHASE_SCHEDULES)
+    for schedule in schedules(problem, ("pingpong", "wide128"), WRAPS_RECIPE).values():
+        yield _spec(problem, schedule, recipe=WRAPS_RECIPE)
+    for schedule in schedules(duplicates, ("pingpong", "wide128")).values():
+        yield _spec(duplicates, schedule)
 
 
 def specs() -> list[KernelSpec]:
@@ -317,12 +326,12 @@ def specs() -> list[KernelSpec]:
     if real_ranks():
         problem = ON_RANKS[real_ranks()]
         found += rank_specs(problem)
-        found += _phases(problem, RANK_PHASE_SCHEDULES)
+        found += many_rank_specs(problem, duplicates_on(real_ranks()))
     else:
         found += [*small_specs(), *edge_specs(), *preset_specs()]
         for number in RANKS:
             found += rank_specs(ON_RANKS[number])
-        found += many_rank_specs()
+        found += many_rank_specs(WRAPS, duplicates_on(2))
     return list({spec.key(): spec for spec in found}.values())
 
 

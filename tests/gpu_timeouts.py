@@ -1,7 +1,13 @@
 """Provoke a wait that cannot end, in a process whose CUDA context is lost then.
 
 `python tests/gpu_timeouts.py CASE SCHEDULE` prints what the process could still tell, as JSON: the
-attributes and text of MegaMoeTimeout, and the tags of all waits that reported.
+attributes and text of MegaMoeTimeout, every slot of the reports, and what must be in them.
+
+The first wait of a tag to time out, over all virtual ranks, fills the tag's slot, and a wait looks
+at the clock once in 1024 looks at its counter, about once in a millisecond. What waits for the
+cause starts within that, so a slot is certain only where a tag has one wait that never ends. The
+cases see to that: one pool block more than the ring holds, and a lag with which nobody else waits
+(`lag_of`).
 """
 
 from __future__ import annotations
@@ -10,17 +16,21 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
+import torch
 from gpu_cases import ON_RANKS, RANKS_CAPACITY, SMALL, SMALL_CAPACITY, ring_blocks, variants
 from gpu_cases import rank_schedules as schedules_on_ranks
 from gpu_world import World, world
 
 from tl_megamoe import MegaMoeTimeout
-from tl_megamoe.buffer import SymmBuffer
+from tl_megamoe.device.walk import Task, walk, walk_order
+from tl_megamoe.explorer.places import num_blocks
+from tl_megamoe.problem import Problem
 from tl_megamoe.schedule import Schedule
-from tl_megamoe.timeouts import REPORT_SLOT
+from tl_megamoe.timeouts import REPORT_FIELDS, REPORT_SLOT
 
 TIMEOUT_MS = 1500
 STUCK_BARRIER = 0x7FFFFFFF
@@ -39,16 +49,88 @@ def on_one(schedule: str, phase: str) -> tuple[World, Callable[[], object]]:
     return w, lambda: w.launch(variants(SMALL)[schedule], phase)
 
 
-def on_two(schedule: str, tokens: int = 100, routing: str = "uniform") -> tuple[World, Schedule]:
-    problem = ON_RANKS[2]
+def on_ranks(schedule: str, num_ranks: int = 2) -> tuple[World, Schedule]:
+    """A pool block an expert and a tile a block of the grid: nothing stands behind a stuck tile."""
+    problem = ON_RANKS[num_ranks]
     w = world(problem, RANKS_CAPACITY)
-    w.fill(tokens, 0, routing)
+    w.fill(100, 0)
     return w, schedules_on_ranks(problem)[schedule]
 
 
-def hot(w: World) -> SymmBuffer:
-    """The buffer of the rank that receives all rows."""
-    return w.ranks.buffers[max(range(2), key=lambda rank: sum(w.counts(rank)))]
+HOT_TOKENS = 485
+"""Of each of two ranks: with `hot_routes` one block more than the ring, of 64 rows as of 128."""
+
+
+def hot_routes(schedule: Schedule, ring: int) -> int:
+    """Routes to the first of two experts, all others going to the second.
+
+    They take a pool block, and shift the rows behind it so that no dispatch warp holds rows of the
+    ring's last block and of the one after it: it would keep the former from its tokens.
+    """
+    together = schedule.rows_in_flight  # a row is one chunk here
+    return next(
+        n for n in range(1, together + 1) if not (n + (ring - 1) * schedule.block_m) % together
+    )
+
+
+def on_hot(schedule: str) -> tuple[World, Schedule, int]:
+    """All rows to rank 1, one pool block more than its ring holds; and the ring's blocks."""
+    w, chosen = on_ranks(schedule)
+    ring, local = ring_blocks(w.problem, chosen.block_m), w.problem.num_local_experts
+    w.fill(HOT_TOKENS, 0)
+    for rank in range(2):
+        topk_idx = torch.full_like(w.inputs[rank].topk_idx, local + 1)
+        if rank == 0:
+            topk_idx.view(-1)[: hot_routes(chosen, ring)] = local
+        w.change(rank, topk_idx=topk_idx)
+    assert num_blocks(w.counts(1), chosen.block_m) == ring + 1
+    return w, chosen, ring
+
+
+Waits = set[tuple[int, int]]
+"""(tag, pool block) of waits."""
+
+
+def waits_left(problem: Problem, schedule: Schedule, ring: int, cause: Waits) -> Waits:
+    """The waits of the load warps that never end in a launch of a block more than the ring holds.
+
+    Args:
+        problem: the layer.
+        schedule: its order and lag count.
+        ring: blocks of the ring.
+        cause: those that do not end whatever the others do.
+    """
+    n1, n2 = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
+    step = schedule.lag if schedule.order == "lag" else schedule.experts_per_wave
+    order = walk_order(ring + 1, ring, schedule.order == "lag", step)
+    tasks = list(walk([0, ring + 1], *order, n1, n2))
+    queues = [tasks[b :: schedule.num_sms] for b in range(schedule.num_sms)]
+    done: set[Task] = set()
+
+    def waits(task: Task) -> int:
+        """The tag of the wait that holds up a task; 0: none."""
+        before = task.block - ring
+        if task.phase == 2:
+            needed = [Task(1, task.block, tile) for tile in range(n1)]
+            return 5 if (5, task.block) in cause or not done.issuperset(needed) else 0
+        if (4, task.block) in cause:
+            return 4
+        needed = [Task(2, before, tile) for tile in range(n2)] if before >= 0 else []
+        return 8 if (8, task.block) in cause or not done.issuperset(needed) else 0
+
+    while ready := [q for q in queues if q and not waits(q[0])]:
+        for queue in ready:
+            done.add(queue.pop(0))
+    return {(waits(queue[0]), queue[0].block) for queue in queues if queue}
+
+
+def lag_of(problem: Problem, schedule: Schedule, ring: int, cause: Waits) -> Schedule:
+    """The schedule in lag order, with a lag that leaves no waits but the cause."""
+    for lag in range(1, ring):
+        found = replace(schedule, order="lag", lag=lag, experts_per_wave=problem.num_local_experts)
+        if waits_left(problem, found, ring, cause) == cause:
+            return found
+    raise AssertionError(f"no lag of {schedule.name} leaves {cause} alone")
 
 
 def start_some(w: World, schedule: Schedule, ranks: Sequence[int]) -> None:
@@ -78,45 +160,57 @@ def combine_sync(schedule: str) -> tuple[World, Callable[[], object]]:
 
 
 def never_launches(schedule: str) -> tuple[World, Callable[[], object]]:
-    w, chosen = on_two(schedule)
+    w, chosen = on_ranks(schedule)
     return w, lambda: start_some(w, chosen, (0,))
 
 
+def two_never_launch(schedule: str) -> tuple[World, Callable[[], object]]:
+    """Two ranks wait for two others: four waits of a tag for one slot."""
+    w, chosen = on_ranks(schedule, 4)
+    return w, lambda: start_some(w, chosen, (0, 2))
+
+
 def dispatch_signal(schedule: str) -> tuple[World, Callable[[], object]]:
-    w, chosen = on_two(schedule)
+    w, chosen = on_ranks(schedule)
     w.ranks.buffers[1].dispatch_signal[0] = BEHIND
     return w, lambda: w.launch(chosen)
 
 
 def combine_signal(schedule: str) -> tuple[World, Callable[[], object]]:
-    w, chosen = on_two(schedule)
+    w, chosen = on_ranks(schedule)
     w.ranks.buffers[1].combine_signal[0] = BEHIND
     return w, lambda: w.launch(chosen)
 
 
 def l1_arrival_count(schedule: str) -> tuple[World, Callable[[], object]]:
-    w, chosen = on_two(schedule)
+    w, chosen = on_ranks(schedule)
     w.ranks.buffers[1].l1_arrival_count[0] = STUCK_COUNT
     return w, lambda: w.launch(chosen)
 
 
 def l2_arrival(schedule: str) -> tuple[World, Callable[[], object]]:
-    w, chosen = on_two(schedule)
+    w, chosen = on_ranks(schedule)
     w.ranks.buffers[1].l2_arrival[0] = STUCK_COUNT
     return w, lambda: w.launch(chosen)
 
 
 def pool_ring(schedule: str) -> tuple[World, Callable[[], object]]:
     """Block 0 seems unfinished: its rows are not free for the block a ring further on."""
-    w, chosen = on_two(schedule, RANKS_CAPACITY, "hot1")
-    hot(w).l2_arrival[0] = STUCK_COUNT
+    w, chosen, ring = on_hot(schedule)
+    chosen = lag_of(w.problem, chosen, ring, pool_ring_waits(ring))
+    w.ranks.buffers[1].l2_arrival[0] = STUCK_COUNT
     return w, lambda: w.launch(chosen)
 
 
+def pool_ring_waits(ring: int) -> Waits:
+    """Of the load warps: linear2 of block 0, and the block whose rows dispatch cannot write."""
+    return {(5, 0), (4, ring)}
+
+
 def intermediate_ring(schedule: str) -> tuple[World, Callable[[], object]]:
-    """Rows of linear2 seem in use. Less than twice round the ring, so that no pool row waits."""
-    w, chosen = on_two(schedule, 700, "hot1")
-    hot(w).l2_done[0] = STUCK_COUNT
+    """Rows of linear2 seem in use. All tokens arrive: pool rows are free after linear1."""
+    w, chosen, _ = on_hot(schedule)
+    w.ranks.buffers[1].l2_done[0] = STUCK_COUNT
     return w, lambda: w.launch(chosen)
 
 
@@ -126,6 +220,7 @@ CASES: dict[str, Callable[[str], tuple[World, Callable[[], object]]]] = {
         dispatch_sync,
         combine_sync,
         never_launches,
+        two_never_launch,
         dispatch_signal,
         combine_signal,
         l1_arrival_count,
@@ -143,11 +238,10 @@ def main(case: str, schedule: str) -> int:
         buffer.timeout_ms, buffer.timeout_s = TIMEOUT_MS, TIMEOUT_MS / 1000
     chosen = (variants(SMALL) if w.problem == SMALL else schedules_on_ranks(w.problem))[schedule]
     told = {
-        "first_experts": [
-            next((e for e, n in enumerate(w.counts(rank)) if n), None)
+        "experts": [
+            [e for e, rows in enumerate(w.counts(rank)) if rows]
             for rank in range(w.problem.num_ranks)
         ],
-        "hot_rank": hot(w).rank if w.problem.num_ranks == 2 else 0,
         "ring_blocks": ring_blocks(w.problem, chosen.block_m),
         "num_sms": chosen.num_sms,
     }
@@ -156,14 +250,12 @@ def main(case: str, schedule: str) -> int:
         launch()
     except MegaMoeTimeout as error:
         told.update({name: getattr(error, name) for name in FIELDS}, message=str(error))
-        told["tags"] = sorted(
-            {
-                int(slot[0])
-                for buffer in w.ranks.buffers.values()
-                for slot in buffer.report.view(-1, REPORT_SLOT)
-                if slot[0]
-            }
-        )
+        told["reports"] = [
+            dict(zip(REPORT_FIELDS, slot, strict=False), report_of=rank)
+            for rank, buffer in w.ranks.buffers.items()
+            for slot in buffer.report.view(-1, REPORT_SLOT).tolist()
+            if slot[0]
+        ]
     print(json.dumps(told), flush=True)
     return 0 if "message" in told else 3
 

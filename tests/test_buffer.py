@@ -161,6 +161,8 @@ def test_more_ranks_name_the_other_makers() -> None:
         assert maker in str(caught.value)
     with pytest.raises(ValueError, match="timeout_s=0"):
         SymmBuffer(PROBLEM, 4, device="cpu", timeout_s=0)
+    with pytest.raises(ValueError, match="timeout_s='60' must be a positive number"):
+        SymmBuffer(PROBLEM, 4, device="cpu", timeout_s="60")  # type: ignore[arg-type]
 
 
 def test_a_process_group_needs_torch_distributed() -> None:
@@ -246,6 +248,7 @@ def test_ranks_that_share_a_gpu_report_together() -> None:
     report(buffers[3], 4, **{**AT, "rank": 3}, pool_block=1, expert=0, tile=0)
     error = caught_by(buffers)
     assert (error.phase, error.rank, error.pool_block) == ("linear1", 3, 1)
+    assert "did CUDA start without CUDA_DEVICE_MAX_CONNECTIONS=32, or did a rank" in str(error)
     buffers[0].report.zero_()
     buffers[0].check_report()
 

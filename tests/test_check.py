@@ -11,17 +11,19 @@ import pytest
 import torch
 from fake_kernels import fake_layer, loop_ranks
 
+from tl_megamoe import reference
 from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.explorer import check, checker, cli
 from tl_megamoe.explorer.checker import Case, CheckConfig, Row
 from tl_megamoe.explorer.checks import ACCUMULATORS, PHASE_CHECKS
-from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
+from tl_megamoe.explorer.child import SETUP_TIMEOUT_S, ChildDied, ChildError, ChildTimeout
 from tl_megamoe.explorer.findings import intermediate_found, pool_found
 from tl_megamoe.explorer.layer import Layer
 from tl_megamoe.explorer.places import first_places, kernel_places
 from tl_megamoe.explorer.ranks import OneRank
 from tl_megamoe.kernel import KernelSpec
-from tl_megamoe.problem import Problem
+from tl_megamoe.layout import make_layout
+from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule
 
@@ -247,7 +249,9 @@ def test_every_mode_split_and_block_is_checked() -> None:
     assert {s.num_sms for group in found.values() for s in group} == {132}
     assert len(check.check_schedules(ONE, 132, Recipe(), "pingpong")["linear1"]) == 1
     narrow = replace(ONE, hidden=384)
-    assert [s.block_m for s in check.check_schedules(narrow, 132, Recipe())["dispatch"]] == [128]
+    pulls = check.check_schedules(narrow, 132, Recipe())["dispatch"]
+    # Blocks of 64 rows need 256 columns of both linears, and 256 does not divide 384.
+    assert [(s.block_m, s.linear2_block_n) for s in pulls] == [(32, 128), (128, 128)]
     with pytest.raises(ValueError, match="--math-mode pingpong: no such schedule"):
         check.check_schedules(narrow, 132, Recipe(), "pingpong")
 
@@ -263,6 +267,77 @@ def test_cases_and_their_kernels() -> None:
     assert len(specs) == 3 + 4 + 4 + 4 + 1 + 4
     assert sum(spec.debug for spec in specs) == 4
     assert list(check.plan_cases("combine", schedules, (9,), 1)) == ["interface", "combine"]
+    more = check.plan_cases("all", schedules, (0, 9), 2, 64)
+    assert {name: cases[name] for name in check.PHASES[:4]} == {
+        n: more[n] for n in check.PHASES[:4]
+    }
+    assert [(c.tokens, c.routing) for c in more["fused"][12:]] == [((64, 64), "hot1")] * 4
+    assert check.specs_of(config, more) == specs
+    assert list(check.plan_cases("combine", schedules, (9,), 2, 64)) == ["interface", "combine"]
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_the_default_capacity_wraps_the_ring_of_many_ranks(name: str, ranks: int) -> None:
+    problem = replace(PRESETS[name], num_ranks=ranks)
+    capacity = check.check_capacity(problem, 192)
+    tokens = check.tokens_round_the_ring(problem, capacity)
+    if ranks == 1:
+        assert (capacity, tokens) == (768, 0)
+        return
+    layout = make_layout(problem, capacity)
+    rows = ranks * tokens * problem.num_topk
+    assert tokens == capacity >= 768
+    for block_m in (64, 128):
+        assert -(-rows // block_m) > layout.ring_blocks(block_m)
+    assert capacity == 768 or not check.tokens_round_the_ring(problem, capacity - 128)
+
+
+def test_a_case_round_the_ring_fills_it_and_tells_its_routing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = replace(ONE, num_experts=4, num_ranks=4)
+    capacity = next(n for n in range(8, 999) if check.tokens_round_the_ring(problem, n))
+    layer = fake_layer(loop_ranks(problem, capacity))
+    served = checker.Checker.__new__(checker.Checker)
+    config = CheckConfig(problem=problem, rank_mode="virtual", capacity=capacity)
+    served.config, served.layer, served._filled = config, layer, None
+    schedules = check.check_schedules(problem, 33, Recipe())
+    case = check.plan_cases("fused", schedules, (3,), 4, capacity)["fused"][-1]
+    # The fake kernels have no turns, without which nothing right comes round a ring.
+    right = PHASE_CHECKS["combine"]["combine"]
+    monkeypatch.setitem(PHASE_CHECKS["fused"], "fused", right)
+    row = served.run(case)
+    assert row.status == "ok", row
+    hot = max(range(4), key=lambda rank: sum(layer.counts(rank)))
+    assert sum(layer.counts(hot)) > layer.ranks.first.layout.ring_rows
+    assert row.cells[2] == f"{capacity} hot1"
+    assert checker.blank_row(config, case, "timeout", "").cells[2] == f"{capacity} hot1"
+    # Other routing with as many tokens: filled anew.
+    served.run(replace(case, routing="uniform"))
+    assert sum(layer.counts(hot)) <= layer.ranks.first.layout.ring_rows
+
+
+def test_the_bound_is_that_of_the_comparison() -> None:
+    """By tokens with a route, of the rank whose error is printed."""
+    layer = make(TWO)
+    layer.fill([40, 3], 5)
+    schedule = schedule_of("fused", TWO)
+    right = layer.launch
+
+    def off(*args: Any, **options: Any) -> Any:
+        y = right(*args, **options)
+        return {rank: t * (1.002 if rank == off_rank else 1.0) for rank, t in y.items()}
+
+    layer.launch = off  # type: ignore[method-assign]
+    for off_rank, tokens in ((0, 40), (1, 3)):
+        found = PHASE_CHECKS["fused"]["fused"](layer, schedule)
+        bounds = reference.tolerances(tokens, TWO.intermediate)
+        assert found.bound == f"{bounds[0]:.1e}, token {bounds[1]:.1e}", off_rank
+    layer.fill([40, 40], 5, mask=1.0)
+    bounds = reference.tolerances(0, TWO.intermediate)
+    found = PHASE_CHECKS["fused"]["fused"](layer, schedule)
+    assert found.bound == f"{bounds[0]:.1e}, token {bounds[1]:.1e}"
 
 
 # ---- processes and limits
@@ -293,7 +368,7 @@ class FakeProcess:
 
     def call(self, method: str, *payload: Any, timeout_s: float) -> Any:
         if method == "ready":
-            assert timeout_s == checker.SETUP_TIMEOUT_S
+            assert timeout_s == SETUP_TIMEOUT_S
             return True
         assert timeout_s == 7.0
         case: Case = payload[0]
@@ -470,7 +545,10 @@ def test_ranks_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.rank_mode, one.problem.num_experts, one.capacity) == ("one", 32, 768)
     four = config_of("--ranks", "4", "--recipe", "pow2-64", "--tokens", "3,0")
     assert (four.rank_mode, four.problem.num_ranks, four.problem.num_experts) == ("virtual", 4, 256)
-    assert (str(four.recipe), four.capacity) == ("pow2-64", 256)
+    # 384 tokens of four ranks, top-6: 9216 rows, as many as the ring has.
+    assert (str(four.recipe), four.capacity) == ("pow2-64", 512)
+    assert config_of("--ranks", "4").capacity == 768
+    assert config_of("--ranks", "4", "--capacity", "200").capacity == 200
     monkeypatch.setenv("WORLD_SIZE", "2")
     real = config_of()
     assert (real.rank_mode, real.problem.num_ranks) == ("real", 2)

@@ -167,6 +167,28 @@ def test_freeze_then_why(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"schedule  {BASE.name}" in capsys.readouterr().out
 
 
+def test_why_of_many_ranks_says_where_the_order_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--device", "other", "--schedules", str(tmp_path), "--capacity", "8192"]
+    ranks = ["--ranks", "8", "--rank-mode", "real"]
+    assert cli.main(["why", *FLASH, *ranks, "--tokens", "8192", *where]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "walk      waves of 32 experts up to the 200 pool blocks of the ring (capacity 8192); a "
+        "launch with more wraps it and walks in lag 50, whatever the schedule says. Uniform "
+        "routing of 8192 tokens makes about 400: lag 50\n"
+    ) in text
+    assert cli.main(["why", *FLASH, *ranks, "--tokens", "1024", *where]) == 0
+    assert "1024 tokens makes about 64: waves of 32 experts\n" in capsys.readouterr().out
+    assert cli.main(["why", *FLASH, "--tokens", "16", *where]) == 0
+    text = capsys.readouterr().out
+    assert "walk " not in text  # one rank has its whole pool
+    assert "schedule  pp-" in text
+    assert cli.main(["why", *FLASH, "--tokens", "16", *where, "--recipe", "exact-64"]) == 0
+    assert "schedule  pp-" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "ranks", "mode", "viewed"),
     [

@@ -74,6 +74,17 @@ def test_buffer_of_one_process() -> None:
     assert same.recipe == Recipe(intermediate_group=64)
 
 
+@pytest.mark.parametrize("recipe", [(1, 128, 128), (128, 128, 128), [1, 128, 128]])
+def test_every_maker_takes_the_recipe_of_deepgemm(recipe: Any) -> None:
+    made = get_symm_buffer_for_mega_moe(None, *SIZES, device="cpu", recipe=recipe)
+    others = VirtualGroup(1, "cpu").buffers(PROBLEM, 100, recipe=recipe)
+    plain = SymmBuffer(PROBLEM, 100, "cpu", recipe=recipe)
+    assert [b.recipe for b in (made, plain, *others)] == [Recipe()] * 3
+    assert get_symm_buffer_size_for_sm90_mega_moe(1, *SIZES, recipe=recipe)[0] == plain.num_bytes
+    with pytest.raises(ValueError, match=r"recipe=\(1, 64, 128\) must be"):
+        get_symm_buffer_for_mega_moe(None, *SIZES, device="cpu", recipe=(1, 64, 128))
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_size_and_views(ranks: int) -> None:
     size, views = get_symm_buffer_size_for_sm90_mega_moe(ranks, *SIZES)

@@ -22,11 +22,14 @@ def test_plain_skip(): pytest.skip("fine")
 """
 
 
-def run_inner(pytester: pytest.Pytester, gpus: int, ranks: int = 1, **files: str) -> dict[str, int]:
+def make_inner(pytester: pytest.Pytester, job: str, **files: str) -> None:
     pytester.makeini("[pytest]\nmarkers =\n  sm90\n  multi_gpu\n")
-    job = f"\nWORLD_SIZE = {ranks}\ndef num_sm90_gpus(): return {gpus}\n"
-    pytester.makeconftest(CONFTEST + job)
+    pytester.makeconftest(f"{CONFTEST}\n{job}")
     pytester.makepyfile(**files)
+
+
+def run_inner(pytester: pytest.Pytester, gpus: int, ranks: int = 1, **files: str) -> dict[str, int]:
+    make_inner(pytester, f"WORLD_SIZE = {ranks}\ndef num_sm90_gpus(): return {gpus}\n", **files)
     return pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
 
 
@@ -54,6 +57,32 @@ def test_torchrun_runs_the_tests_of_its_size(
     pytester: pytest.Pytester, ranks: int, gpus: int, outcome: dict[str, int]
 ) -> None:
     assert run_inner(pytester, gpus, ranks, test_inner=INNER) == outcome
+
+
+HANGS = """
+import time
+import pytest
+pytestmark = pytest.mark.multi_gpu(2)
+def test_ends(): time.sleep(1.2)
+def test_ends_too(): time.sleep(1.2)
+def test_hangs(): time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_test_that_hangs_ends_a_torchrun_process(pytester: pytest.Pytester, ranks: int) -> None:
+    """The limit is of one test; the process says where it was. Without torchrun there is none."""
+    job = "TEST_LIMIT_S = 2.0\ndef num_sm90_gpus(): return 2\n"
+    text = HANGS if ranks > 1 else HANGS.replace("60", "2.2")
+    make_inner(pytester, job, test_inner=text)
+    pytester._monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    found = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-v", timeout=50)
+    if ranks == 1:
+        assert found.parseoutcomes() == {"passed": 3}
+        return
+    assert found.ret == 1
+    found.stderr.fnmatch_lines(["Timeout (*", "*in test_hangs"])
+    assert "PASSED" in found.stdout.str()
 
 
 @pytest.mark.parametrize(("gpus", "outcome"), [(0, {"skipped": 1}), (1, {"errors": 1})])

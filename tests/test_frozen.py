@@ -312,6 +312,13 @@ def test_forced_math_mode(tables: Path, caplog: pytest.LogCaptureFixture) -> Non
         resolve(narrow, DEVICE, 8192, 8192, root=root, math_mode="pingpong")
 
 
+def test_the_default_is_that_of_the_recipe(tmp_path: Path) -> None:
+    for recipe in ALL_RECIPES:
+        found = resolve(VIEW, "other", 64, 16, root=tmp_path, quiet=True, recipe=recipe)
+        assert found.schedule == default_schedule(VIEW, 16, recipe=recipe)
+        assert found.schedule.pingpong == (recipe.intermediate_group == 128)
+
+
 def test_the_threshold_is_for_what_no_table_covers(tables: Path) -> None:
     run_freeze(tables)
     root = tables / "schedules"

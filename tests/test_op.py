@@ -69,8 +69,9 @@ def strided(t: torch.Tensor) -> torch.Tensor:
         ),
         ({"activation": "gelu"}, "activation='gelu' must be 'swiglu'"),
         ({"activation_clamp": 0.0}, "activation_clamp=0.0 must be a positive number"),
+        ({"activation_clamp": True}, "activation_clamp=True must be a positive number"),
         ({"activation_clamp": float("nan")}, "activation_clamp=nan must be a positive number"),
-        ({"recipe": (1, 1, 32)}, "recipe=(1, 1, 32) must be a tl_megamoe.Recipe or (1, 128, 128)"),
+        ({"recipe": (1, 1, 32)}, "recipe=(1, 1, 32) must be a tl_megamoe.Recipe, (1, 128, 128) or"),
         (
             {"recipe": Recipe(scale="pow2")},
             "recipe=pow2-128 differs from the buffer's, exact-128, for which its pools are laid",
@@ -307,13 +308,46 @@ def test_the_threshold(
     buffer = one()
     modes = [prepare(buffer, n)[1].math_mode for n in (255, 256)]
     assert modes == ["pingpong", "cooperative"]
-    for value, expected in (("0", "cooperative"), ("256", "pingpong"), ("255", "cooperative")):
+    for value, expected, said in (
+        ("0", "cooperative", 1),
+        ("256", "pingpong", 0),  # the default's own: changes nothing
+        ("1000", "pingpong", 0),
+        ("255", "cooperative", 1),
+    ):
         monkeypatch.setenv(THRESHOLD_VARIABLE, value)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 assert prepare(buffer, 255)[1].math_mode == expected
-        assert caplog.text.count(f"{THRESHOLD_VARIABLE}={value} makes built-in schedules") == 1
+        assert caplog.text.count(f"{THRESHOLD_VARIABLE}={value} makes built-in schedules") == said
+
+
+def test_a_threshold_counts_only_where_it_is_read(
+    specs: list[KernelSpec],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(THRESHOLD_VARIABLE, "many")
+    explicit = default_schedule(SMALL, 8)
+    assert prepare(one(), 8, schedule=explicit)[1] == explicit
+    assert prepare(one(), 8, math_mode="cooperative")[1].math_mode == "cooperative"
+    monkeypatch.setenv(KERNEL_VARIABLE, "cooperative")
+    assert prepare(one(), 8)[1].math_mode == "cooperative"
+    monkeypatch.delenv(KERNEL_VARIABLE)
+    with pytest.raises(ValueError, match=f"{THRESHOLD_VARIABLE}='many'"):
+        prepare(one(), 8)
+    monkeypatch.setenv(THRESHOLD_VARIABLE, "1000")
+    with caplog.at_level(logging.WARNING):  # a hidden size without pingpong
+        assert prepare(one(problem=replace(SMALL, hidden=384)), 8)[1].math_mode == "cooperative"
+    assert THRESHOLD_VARIABLE not in caplog.text
+
+
+def test_the_default_follows_the_recipe_of_the_buffer(specs: list[KernelSpec]) -> None:
+    for group, mode in ((128, "pingpong"), (64, "cooperative")):
+        recipe = Recipe(intermediate_group=group)  # type: ignore[arg-type]
+        buffer = on_gpu(SymmBuffer(SMALL, CAPACITY, device="cpu", recipe=recipe))
+        assert prepare(buffer, 8)[1].math_mode == mode
+        assert prepare(buffer, 8, math_mode="pingpong")[1].math_mode == "pingpong"
 
 
 def test_a_frozen_table_is_stronger_than_the_threshold(
@@ -328,6 +362,8 @@ def test_a_frozen_table_is_stronger_than_the_threshold(
     )
     monkeypatch.setenv(THRESHOLD_VARIABLE, "1000")
     with caplog.at_level(logging.WARNING):
+        assert prepare(one(), 8)[1] == frozen
+        monkeypatch.setenv(THRESHOLD_VARIABLE, "many")  # not even read
         assert prepare(one(), 8)[1] == frozen
     assert THRESHOLD_VARIABLE not in caplog.text
 

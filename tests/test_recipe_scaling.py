@@ -141,14 +141,14 @@ def test_steps_count_representable_values() -> None:
     assert e4m3_steps(nan[:1], finite[:1]).item() > 1000
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), (1, 128, 128), [1, 128, 128]])
+@pytest.mark.parametrize("recipe", [Recipe(), (1, 128, 128), [128, 128, 128], None])
 def test_as_recipe(recipe: object) -> None:
     assert as_recipe(recipe) == Recipe()
 
 
-@pytest.mark.parametrize("recipe", [(1, 1, 128), (1, 64, 128), None, "exact"])
+@pytest.mark.parametrize("recipe", [(1, 1, 128), (1, 64, 128), [[1], 2], "exact"])
 def test_as_recipe_refuses(recipe: object) -> None:
-    with pytest.raises(ValueError, match="recipe="):
+    with pytest.raises(ValueError, match=r"recipe=.*Recipe, \(1, 128, 128\) or \(128, 128, 128\)"):
         as_recipe(recipe)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from gpu_cases import (
 from gpu_world import World, walks, world
 
 from tl_megamoe import fp8_mega_moe
+from tl_megamoe.explorer.places import counters_are_zero
 from tl_megamoe.schedule import Schedule
 
 pytestmark = pytest.mark.sm90
@@ -73,6 +75,61 @@ def test_relaunches_with_rings_that_wrap(num_ranks: int, mode: str, shared_seed:
     w.fill(RANKS_CAPACITY, shared_seed, "skew")
     for schedule in of_mode(rank_schedules(w.problem), mode).values():
         relaunch(w, schedule, 100)
+
+
+BACK_TO_BACK = 50
+
+
+@modes
+@each_number
+def test_launches_back_to_back_on_ranks(num_ranks: int, mode: str, shared_seed: int) -> None:
+    """A rank enters launch N+1 while others are in N: between launches only the kernel's barriers.
+
+    In `Layer.start` the streams of virtual ranks meet after every launch. Here a rank's launches
+    follow each other on its stream. Ranks without tokens leave a launch as soon as all have arrived
+    before the sums, of which the others have a thousand: then they list routes and signal again.
+    Once as launches, then as a graph.
+    """
+    w = world(ON_RANKS[num_ranks], RANKS_CAPACITY)
+    w.fill([(0, RANKS_CAPACITY, 1, 129)[r % 4] for r in range(num_ranks)], shared_seed, "zipf:0.7")
+    for name, schedule in of_mode(rank_schedules(w.problem), mode).items():
+        w.check({name: schedule}, launches=1)
+        kernel = w.kernel(schedule)
+        outputs = {
+            rank: out.new_full((BACK_TO_BACK, *out.shape), torch.nan)
+            for rank, out in w.outputs().items()
+        }
+
+        def launches(
+            rank: int, kernel: Any = kernel, outputs: Any = outputs, schedule: Schedule = schedule
+        ) -> None:
+            buffer, weights = w.ranks.buffers[rank], w.weights[rank]
+            for y in outputs[rank]:
+                kernel.launch(buffer, weights, y, w.inputs[rank].num_tokens, schedule)
+
+        def compare(how: str, outputs: Any = outputs, name: str = name) -> None:
+            w.ranks.barrier()
+            reasons = dict.fromkeys(w.ranks.here, "")
+            for rank, out in outputs.items():
+                expected = w._first[None, True][rank].view(torch.int16)
+                wrong = (out.view(torch.int16) != expected).flatten(1).any(1).nonzero().flatten()
+                if len(wrong):
+                    reasons[rank] = f"{name}, {how}: other bits in launches {wrong.tolist()}"
+                elif not counters_are_zero(w.ranks.buffers[rank]):
+                    reasons[rank] = f"{name}, {how}: counters are not zero"
+                out.fill_(torch.nan)
+            w.agree(reasons)
+
+        w.ranks.barrier()
+        w.ranks.run(launches)
+        compare("launched")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            w.ranks.run(launches)
+        for n in range(3):
+            w.ranks.barrier()
+            graph.replay()
+            compare(f"replay {n}")
 
 
 @modes

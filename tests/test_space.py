@@ -16,6 +16,7 @@ from tl_megamoe.explorer.space import (
     rule_of,
 )
 from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
 
 FLASH = PRESETS["deepseek-v4-flash"].one_rank()
@@ -62,6 +63,13 @@ def test_pinned_candidates() -> None:
     assert (32 * classic.dispatch_warps, 32 * classic.load_warps) == (64, 64)
     assert (classic.load_registers, classic.math_registers) == (48, 224)
     assert set(found.pinned.values()) <= set(found.schedules)
+
+
+def test_the_default_is_that_of_the_recipe() -> None:
+    for recipe, mode in ((Recipe(), "pingpong"), (Recipe(intermediate_group=64), "cooperative")):
+        found = enumerate_candidates(FLASH, 16, load_space("demo"), recipe)
+        assert found.pinned["default"] == default_schedule(FLASH, 16, recipe=recipe)
+        assert found.pinned["default"].math_mode == mode
 
 
 def test_a_frozen_schedule_that_became_invalid_is_no_candidate() -> None:

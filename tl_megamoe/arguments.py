@@ -10,13 +10,11 @@ import torch
 from .buffer import SymmBuffer
 from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe, as_recipe
+from .recipe import RecipeLike as RecipeLike
 
 ALIGNMENT = 16
 """Bytes that the kernel's vector accesses to caller's tensors are aligned to."""
-DEEPGEMM_RECIPES = ((1, 128, 128), (128, 128, 128))
-"""What callers of DeepGEMM's SM90 kernels pass, which differ in how they write the same scales."""
 WeightPair = tuple[torch.Tensor, torch.Tensor]
-RecipeLike = Recipe | tuple[int, int, int] | None
 
 
 def weight_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -98,7 +96,8 @@ def check_clamp(clamp: Any) -> None:
     """Raise ValueError unless the clamp is None or a positive number."""
     if clamp is None:
         return
-    if not isinstance(clamp, (int, float)) or not (math.isfinite(clamp) and clamp > 0):
+    number = isinstance(clamp, (int, float)) and not isinstance(clamp, bool)
+    if not number or not (math.isfinite(clamp) and clamp > 0):
         raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")
 
 
@@ -121,11 +120,10 @@ def check_bound(buffer: SymmBuffer, num_tokens: int, token_bound: int | None) ->
 
 def check_recipe(recipe: RecipeLike, buffer: SymmBuffer) -> None:
     """Raise ValueError for another recipe than the buffer's, which None and the tuples mean."""
-    if recipe is None or recipe in DEEPGEMM_RECIPES:
-        return
-    found = as_recipe(recipe)
-    if isinstance(recipe, Recipe) and found != buffer.recipe:
+    if not isinstance(recipe, Recipe):
+        as_recipe(recipe)
+    elif recipe != buffer.recipe:
         raise ValueError(
-            f"recipe={found} differs from the buffer's, {buffer.recipe}, for which its pools are "
-            f"laid out. Make the buffer with recipe={found!r}, or pass recipe=None."
+            f"recipe={recipe} differs from the buffer's, {buffer.recipe}, for which its pools are "
+            f"laid out. Make the buffer with recipe={recipe!r}, or pass recipe=None."
         )

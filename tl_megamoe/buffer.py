@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .handshake import check_multicast_off, exchange_cards, own_card
+from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card
 from .layout import LINE, Layout, make_layout
 from .problem import SCALE_BLOCK, Problem
-from .recipe import Recipe
+from .recipe import RecipeLike, as_recipe
 from .scaling import E4M3, E4M3_NAN_CODE
 from .schedule import Schedule
 from .timeouts import REPORT_LENGTH
@@ -62,10 +62,10 @@ class SymmBuffer:
         capacity: the most tokens of a launch.
         device: CUDA device; the current one when None. A CPU buffer serves tests.
         timeout_s: bound of every wait of a launch, in seconds.
-        recipe: `Recipe()` when None.
+        recipe: `Recipe()` when None or one of DeepGEMM's tuples.
 
     Raises:
-        ValueError: more than one rank, a bad capacity or timeout.
+        ValueError: more than one rank, a bad capacity, timeout or recipe.
     """
 
     x: Tensor
@@ -90,7 +90,7 @@ class SymmBuffer:
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
         *,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike = None,
     ) -> None:
         if problem.num_ranks != 1:
             raise ValueError(
@@ -100,7 +100,7 @@ class SymmBuffer:
                 "ranks on one GPU, or problem.one_rank(), the layer as one of its ranks sees it."
             )
         check_timeout(timeout_s)
-        layout = make_layout(problem, capacity, recipe)
+        layout = make_layout(problem, capacity, as_recipe(recipe))
         raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=pick_device(device))
         self._set_up(layout, raw, [raw.data_ptr()], timeout_s=timeout_s)
 
@@ -113,13 +113,13 @@ class SymmBuffer:
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
         *,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike = None,
     ) -> SymmBuffer:
         """The buffer of this process' rank, in torch symmetric memory; all ranks call it.
 
         The ranks compare what they were called with before anything is allocated, and when this
-        returns every rank's buffer is zeroed: any rank may launch. Multicast is kept off
-        (`handshake.disable_multicast`).
+        returns every rank's buffer is zeroed: any rank may launch. Multicast is kept off, by
+        variables that are set for the whole process (`handshake.disable_multicast`).
 
         Args:
             problem: the layer over all ranks; `num_ranks` is the size of `group`.
@@ -127,25 +127,28 @@ class SymmBuffer:
             group: process group of the ranks; the default group when None.
             device: this rank's GPU; the current one when None.
             timeout_s: bound of every wait of a launch, in seconds; may differ between ranks.
-            recipe: `Recipe()` when None; the same on all ranks.
+            recipe: `Recipe()` when None or one of DeepGEMM's tuples; the same on all ranks.
 
         Raises:
-            ValueError: an argument is wrong or differs between the ranks; raised on all of them.
-            RuntimeError: torch.distributed is not initialised, or multicast is switched on.
+            ValueError: an argument is wrong or differs between the ranks, or multicast is switched
+                on; raised on all of them.
+            RuntimeError: torch.distributed is not initialised; or, raised on all of them, a rank
+                could not allocate its buffer or reach its peers'.
         """
         import torch.distributed as dist
 
-        check_multicast_off()
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
                 "from_process_group needs torch.distributed: call "
                 "torch.distributed.init_process_group first, in a process that torchrun started"
             )
         group = dist.group.WORLD if group is None else group
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        card = own_card(problem, capacity, recipe)
+        size = dist.get_world_size(group)
+        card = bare_card()
         layout, where = None, torch.device("cpu")
         try:  # an error of one rank must reach all: the others wait for its card
+            check_multicast_off()
+            card = own_card(problem, capacity, as_recipe(recipe))
             if problem.num_ranks != size:
                 raise ValueError(
                     f"num_ranks={problem.num_ranks} of problem {problem.name!r} is not the size of "
@@ -154,52 +157,58 @@ class SymmBuffer:
                     f"num_ranks={size}."
                 )
             check_timeout(timeout_s)
-            layout = make_layout(problem, capacity, recipe)
-            where = pick_device(device)
-            if where.type != "cuda":
+            layout = make_layout(problem, capacity, as_recipe(recipe))
+            gpu = pick_device(device)
+            if gpu.type != "cuda":
                 raise ValueError(
-                    f"device={str(where)!r} of a process group's buffer must be a CUDA device: "
+                    f"device={str(gpu)!r} of a process group's buffer must be a CUDA device: "
                     "symmetric memory is GPU memory"
                 )
-            properties = torch.cuda.get_device_properties(where)
-            card["device"] = str(getattr(properties, "uuid", where.index))
-        except (ValueError, RuntimeError) as error:
-            card["error"] = str(error)
+            properties = torch.cuda.get_device_properties(gpu)
+            card["device"] = str(getattr(properties, "uuid", gpu.index))
+            where = gpu  # one that exists: the cards may travel through it
+        except Exception as error:
+            card = {**card, **bare_card(error)}
         exchange_cards(card, group, where)
         assert layout is not None
+        num_bytes = layout.num_bytes
         with torch.cuda.device(where):
-            if size == 1:
-                raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=where)
-                handle, peers = None, [raw.data_ptr()]
-            else:
-                import torch.distributed._symmetric_memory as symmetric
+            # A step of all ranks before the next begins: none enters a rendezvous that another,
+            # out of memory, does not come to.
+            raw = in_step(lambda: _allocate(num_bytes, where, size), group, where)
+            buffer = cls.__new__(cls)
+            in_step(lambda: buffer._meet(layout, raw, group, timeout_s), group, where)
+        return buffer
 
-                raw = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=where)
-                raw.zero_()
-                handle = symmetric.rendezvous(raw, group)
-                offset = getattr(handle, "offset", 0)  # of this tensor in torch's allocation
-                peers = [int(address) + offset for address in handle.buffer_ptrs]
+    def _meet(self, layout: Layout, raw: Tensor, group: Any, timeout_s: float) -> None:
+        """Exchange addresses with the other ranks and set up; the GPU is idle at the end."""
+        import torch.distributed as dist
+
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        handle, peers = None, [raw.data_ptr()]
+        if size > 1:
+            import torch.distributed._symmetric_memory as symmetric
+
+            handle = symmetric.rendezvous(raw, group)
+            offset = getattr(handle, "offset", 0)  # of this tensor in torch's allocation
+            peers = [int(address) + offset for address in handle.buffer_ptrs]
             if len(peers) != size or peers[rank] != raw.data_ptr():
                 raise RuntimeError(
                     f"symmetric memory gave the addresses {[hex(p) for p in peers]} to {size} "
                     f"ranks, and rank {rank} allocated {raw.data_ptr():#x}: the kernel adds one "
                     "offset to every rank's address and needs its own among them"
                 )
-            buffer = cls.__new__(cls)
-            buffer._set_up(
-                layout,
-                raw,
-                peers,
-                rank=rank,
-                rank_mode="real" if size > 1 else "one",
-                timeout_s=timeout_s,
-                group=group,
-                keep=handle,
-            )
-            torch.cuda.synchronize()
-            dist.barrier(group)  # nobody writes into a buffer that its rank still zeroes
-            torch.cuda.synchronize()
-        return buffer
+        self._set_up(
+            layout,
+            raw,
+            peers,
+            rank=rank,
+            rank_mode="real" if size > 1 else "one",
+            timeout_s=timeout_s,
+            group=group,
+            keep=handle,
+        )
+        torch.cuda.synchronize()  # nobody writes into a buffer that its rank still zeroes
 
     def _set_up(
         self,
@@ -362,8 +371,18 @@ class SymmBuffer:
 
 def check_timeout(timeout_s: float) -> None:
     """Raise ValueError unless `timeout_s` is a bound that the kernel can count in milliseconds."""
-    if not 0 < timeout_s < 2**31 / 1000:
-        raise ValueError(f"timeout_s={timeout_s} must be positive and below {2**31 // 1000}")
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 2**31 / 1000:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number below {2**31 // 1000}")
+
+
+def _allocate(num_bytes: int, device: torch.device, num_ranks: int) -> Tensor:
+    """Zeroed bytes that the GPUs of the other ranks can reach."""
+    if num_ranks == 1:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    import torch.distributed._symmetric_memory as symmetric
+
+    raw: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    return raw.zero_()
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
+from .arguments import WeightPair
 from .buffer import SymmBuffer
+from .handshake import bare_card, exchange_cards
 from .layout import Layout, make_layout
 from .problem import SCALE_BLOCK, Problem
-from .recipe import Recipe
+from .recipe import RecipeLike, as_recipe
 from .virtual import VirtualGroup
 from .weights import transform_weights
 
-WeightPair = tuple[torch.Tensor, torch.Tensor]
 INPUT_VIEWS = (
     "x",
     "x_sf",
@@ -56,7 +57,7 @@ def get_symm_buffer_size_for_sm90_mega_moe(
     use_fp8_dispatch: bool = True,
     activation: str = "swiglu",
     *,
-    recipe: Recipe | None = None,
+    recipe: RecipeLike = None,
 ) -> tuple[int, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]]:
     """Size of a rank's buffer, and a function that cuts the views out of such an allocation.
 
@@ -69,7 +70,7 @@ def get_symm_buffer_size_for_sm90_mega_moe(
         intermediate_hidden: width after SwiGLU.
         use_fp8_dispatch: True.
         activation: `swiglu`.
-        recipe: `Recipe()` when None.
+        recipe: `Recipe()` when None or one of DeepGEMM's tuples.
 
     Returns:
         Bytes, and a function from a contiguous tensor of so many bytes to x, x_sf, topk_idx,
@@ -80,7 +81,7 @@ def get_symm_buffer_size_for_sm90_mega_moe(
     """
     _check(use_fp8_dispatch, None, activation, 0)
     problem = _problem(num_ranks, num_experts, num_topk, hidden, intermediate_hidden)
-    layout = make_layout(problem, num_max_tokens_per_rank, recipe)
+    layout = make_layout(problem, num_max_tokens_per_rank, as_recipe(recipe))
 
     def views(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raw = buffer.view(torch.uint8)
@@ -108,7 +109,7 @@ def get_symm_buffer_for_mega_moe(
     num_shared_experts: int = 0,
     device: torch.device | str | None = None,
     timeout_s: float = 60.0,
-    recipe: Recipe | None = None,
+    recipe: RecipeLike = None,
 ) -> SymmBuffer:
     """This rank's buffer; all ranks of `group` call it.
 
@@ -127,10 +128,9 @@ def get_symm_buffer_for_mega_moe(
         device, timeout_s, recipe: as for `SymmBuffer`.
 
     Raises:
-        ValueError: an argument is wrong, or differs between the ranks.
+        ValueError: an argument is wrong, or differs between the ranks; raised on all of them.
         RuntimeError: as `SymmBuffer.from_process_group`.
     """
-    _check(use_fp8_dispatch, mma_type, activation, num_shared_experts)
     if isinstance(group, VirtualGroup):
         raise ValueError(
             "group is a VirtualGroup, whose ranks share one process: call "
@@ -141,7 +141,13 @@ def get_symm_buffer_for_mega_moe(
     if type(capacity) is int:  # what it is else, the layout says better
         capacity = -(-capacity // alignment) * alignment
     ranks = 1 if group is None else group.size()
-    problem = _problem(ranks, num_experts, num_topk, hidden, intermediate_hidden)
+    try:
+        _check(use_fp8_dispatch, mma_type, activation, num_shared_experts)
+        problem = _problem(ranks, num_experts, num_topk, hidden, intermediate_hidden)
+    except ValueError as error:
+        if group is not None:  # the other ranks wait for this one's card
+            exchange_cards(bare_card(error), group)
+        raise
     if group is None:
         return SymmBuffer(problem, capacity, device, timeout_s, recipe=recipe)
     return SymmBuffer.from_process_group(problem, capacity, group, device, timeout_s, recipe=recipe)

@@ -296,9 +296,9 @@ def resolve(
     if math_mode is not None:
         schedule = _forced_default(problem, num_tokens, recipe, math_mode)
     else:
-        schedule = default_schedule(problem, num_tokens, None, cooperative_threshold)
+        schedule = default_schedule(problem, num_tokens, None, cooperative_threshold, recipe)
         if schedule.violations(problem, recipe):  # pingpong may fail only where it is forced
-            schedule = default_schedule(problem, num_tokens, "cooperative")
+            schedule = default_schedule(problem, num_tokens, "cooperative", recipe=recipe)
     key = (device_name, *problem.key().values(), root)
     if not quiet and key not in _said:
         _said.add(key)
@@ -309,7 +309,7 @@ def resolve(
 def _forced_default(
     problem: Problem, num_tokens: int, recipe: Recipe | None, math_mode: str | None
 ) -> Schedule:
-    schedule = default_schedule(problem, num_tokens, math_mode)
+    schedule = default_schedule(problem, num_tokens, math_mode, recipe=recipe)
     violations = schedule.violations(problem, recipe)
     if violations:
         raise ScheduleError(

@@ -12,7 +12,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from .problem import Problem
 from .recipe import Recipe
@@ -33,7 +34,11 @@ T = TypeVar("T")
 
 
 def disable_multicast() -> None:
-    """Set the variables that keep NVLink multicast off, where they are unset."""
+    """Set the variables that keep NVLink multicast off, where they are unset.
+
+    They are the process': NCCL groups that are made later do without NVLS too. To keep NCCL's own
+    use, set NCCL_NVLS_ENABLE before.
+    """
     for name, value in MULTICAST_OFF.items():
         os.environ.setdefault(name, value)
 
@@ -53,6 +58,11 @@ def check_multicast_off() -> None:
         )
 
 
+def bare_card(error: Exception | None = None) -> Card:
+    """Where this rank runs, and what kept it from saying more."""
+    return {"host": own_host(), "device": None, "error": None if error is None else _say(error)}
+
+
 def own_card(problem: Problem, capacity: int, recipe: Recipe | None = None) -> Card:
     """What this rank was called with, and where it runs.
 
@@ -68,8 +78,7 @@ def own_card(problem: Problem, capacity: int, recipe: Recipe | None = None) -> C
     }
     text = json.dumps(card, sort_keys=True, default=repr)
     card["hash"] = hashlib.sha256(text.encode()).hexdigest()[:12]
-    card.update(host=own_host(), device=None, error=None)
-    return card
+    return {**card, **bare_card()}
 
 
 def check_handshake(own_rank: int, all_cards: Sequence[Card]) -> None:
@@ -84,7 +93,7 @@ def check_handshake(own_rank: int, all_cards: Sequence[Card]) -> None:
             a rank that could not make its buffer.
     """
     failed = _errors(all_cards)
-    if len({card["hash"] for card in all_cards}) > 1:
+    if len({card["hash"] for card in all_cards if "hash" in card}) > 1:
         # A version of the package may know fields that another does not.
         names = sorted({name for card in all_cards for name in card} - set(_PERSONAL))
         found = differing([{name: card.get(name) for name in names} for card in all_cards])
@@ -178,7 +187,7 @@ def load_together(
     Args:
         choice: what must be the same on all ranks: plain values by field.
         load: makes the kernel, from the host's disk cache where it is there.
-        check: raises ValueError where the choice is not valid on this rank.
+        check: raises where the choice is not valid on this rank.
         group: the process group.
         device: as for `gather`.
 
@@ -191,32 +200,65 @@ def load_together(
     """
     import torch.distributed as dist
 
-    card: Card = {"host": own_host(), "choice": choice, "error": None}
     try:
         check()
-    except ValueError as error:  # the others wait: they must hear of it
-        card["error"] = str(error)
-    cards = gather(card, group, device)
+    except Exception as error:  # the others wait: they must hear of it
+        refuse_together(error, group, device)
+    cards = gather({**bare_card(), "choice": choice}, group, device)
     _raise_errors(cards, ScheduleError)
     found = differing([c["choice"] for c in cards])
     if found:
+        grid = (
+            " num_sms is cut to the multiprocessors of a rank's GPU: where GPUs differ, pass a "
+            "schedule that fits the smallest."
+        )
         raise ScheduleError(
             f"the ranks of one launch must choose alike: {found}. Pass the same token_bound, "
             "schedule, activation_clamp and fast_math on every rank, and set the TL_MEGAMOE_ "
-            "variables alike."
+            f"variables alike.{grid if 'num_sms differs' in found else ''}"
         )
     rank = dist.get_rank(group)
     leads = leader_of(cards, rank) == rank
     out: list[T] = []
-    for leaders in (True, False):
-        card = {"error": None}
-        if leads == leaders:
-            try:
-                out.append(load())
-            except Exception as error:  # whatever it is, the others wait
-                card["error"] = f"{type(error).__name__}: {error}"
-        _raise_errors(gather(card, group, device), RuntimeError)
+
+    def take_turn(mine: bool) -> None:
+        if mine:
+            out.append(load())
+
+    for mine in (leads, not leads):
+        in_step(partial(take_turn, mine), group, device)
     return out[0]
+
+
+def refuse_together(error: Exception, group: Any, device: Any = None) -> NoReturn:
+    """Tell the ranks that wait in `load_together` that this one does not come.
+
+    Raises:
+        ScheduleError: always, there and here.
+    """
+    _raise_errors(gather(bare_card(error), group, device), ScheduleError)
+    raise AssertionError("a rank that refuses has said so")
+
+
+def in_step(work: Callable[[], T], group: Any, device: Any = None) -> T:
+    """`work()` on every rank of `group`; returns when all of them are done.
+
+    Raises:
+        RuntimeError: `work` raised on one of them; on all of them.
+    """
+    card, out = bare_card(), []
+    try:
+        out.append(work())
+    except Exception as error:  # whatever it is, the others wait
+        card["error"] = f"{type(error).__name__}: {error}"
+    _raise_errors(gather(card, group, device), RuntimeError)
+    return out[0]
+
+
+def _say(error: Exception) -> str:
+    """The text of an error: of one that is no rule of ours, with its kind."""
+    ours = isinstance(error, (ValueError, RuntimeError))
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def _errors(cards: Sequence[Card]) -> str:

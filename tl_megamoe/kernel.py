@@ -32,7 +32,9 @@ class KernelSpec:
     """What one compiled kernel depends on.
 
     Attributes:
-        phase: `fused` or one of `dispatch`, `linear1`, `linear2`, `combine`.
+        phase: `fused` or one of `dispatch`, `linear1`, `linear2`, `combine`. Of more than one
+            rank, `linear2` and `combine` alone have no barrier against the next launch of a peer:
+            the ranks meet on the host between launches of them.
         schedule: its runtime fields do not matter here (`Schedule.kernel_key`).
         capacity: tokens of the buffers that the kernel will run on.
         clamp: whether gate and up are clamped; the bound is a launch argument.

@@ -204,8 +204,8 @@ def make_layout(problem: Problem, capacity: int, recipe: Recipe | None = None) -
     if rows // 64 >= 1 << POOL_BLOCK_BITS:
         raise ValueError(
             f"capacity={capacity} on num_ranks={problem.num_ranks} ranks of problem "
-            f"{problem.name!r} numbers {rows} pool rows, over {64 << POOL_BLOCK_BITS}: a task holds "
-            f"{POOL_BLOCK_BITS} bits of a pool block. Use a smaller capacity."
+            f"{problem.name!r} numbers {rows} pool rows, over {64 << POOL_BLOCK_BITS}: a task "
+            f"holds {POOL_BLOCK_BITS} bits of a pool block. Use a smaller capacity."
         )
     workspace = workspace_layout(problem, rows // MIN_BLOCK_M)
     p = problem

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ from .arguments import (
 from .arguments import weight_shapes as weight_shapes
 from .buffer import SymmBuffer
 from .frozen import MATH_MODES, resolve
-from .handshake import load_together
+from .handshake import load_together, refuse_together
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
-from .schedule import COOPERATIVE_THRESHOLD, Schedule, ScheduleError
+from .schedule import Schedule, ScheduleError
 from .weights import MoEWeights
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 KERNEL_VARIABLE = "TL_MEGAMOE_KERNEL"
 THRESHOLD_VARIABLE = "TL_MEGAMOE_COOPERATIVE_THRESHOLD"
 _said: set[tuple[str, str]] = set()
+_Options = tuple[RecipeLike, float | None, bool, int | None, Schedule | None, str | None]
+"""recipe, activation_clamp, fast_math, token_bound, schedule, math_mode."""
 
 
 def fp8_mega_moe(
@@ -84,6 +88,7 @@ def fp8_mega_moe(
 
     Raises:
         ValueError: an argument breaks a rule above; the message names it, the rule and the value.
+            For whom it is raised, `prepare` says.
         ScheduleError: `schedule` is not valid for the problem.
     """
     _run(
@@ -184,28 +189,26 @@ def _run(
     schedule: Schedule | None = None,
     math_mode: str | None = None,
 ) -> None:
-    num_tokens = check_y(y, sym_buffer)
-    check_weights("l1_weights", l1_weights, sym_buffer)
-    check_weights("l2_weights", l2_weights, sym_buffer)
-    if stats is not None:
-        check_tensor(
-            "cumulative_local_expert_recv_stats",
-            stats,
-            (sym_buffer.problem.num_local_experts,),
-            torch.int32,
-            sym_buffer,
-        )
-    if activation != "swiglu":
-        raise ValueError(f"activation={activation!r} must be 'swiglu'")
-    kernel, chosen = prepare(
+    def check_own() -> int:
+        num_tokens = check_y(y, sym_buffer)
+        check_weights("l1_weights", l1_weights, sym_buffer)
+        check_weights("l2_weights", l2_weights, sym_buffer)
+        if stats is not None:
+            check_tensor(
+                "cumulative_local_expert_recv_stats",
+                stats,
+                (sym_buffer.problem.num_local_experts,),
+                torch.int32,
+                sym_buffer,
+            )
+        if activation != "swiglu":
+            raise ValueError(f"activation={activation!r} must be 'swiglu'")
+        return num_tokens
+
+    kernel, chosen, num_tokens = _prepare(
         sym_buffer,
-        num_tokens,
-        recipe=recipe,
-        activation_clamp=activation_clamp,
-        fast_math=fast_math,
-        token_bound=token_bound,
-        schedule=schedule,
-        math_mode=math_mode,
+        check_own,
+        (recipe, activation_clamp, fast_math, token_bound, schedule, math_mode),
     )
     kernel.launch(
         sym_buffer,
@@ -279,8 +282,50 @@ def prepare(
         The kernel that a call with these arguments launches, and the schedule it runs.
 
     Raises:
-        ValueError, ScheduleError: as `fp8_mega_moe`; of any rank, on all of them.
+        ValueError, ScheduleError: as `fp8_mega_moe`. Where the ranks load a kernel together the
+            error of one is raised on all of them. Once they have it a rank that refuses its
+            arguments tells nobody, and launches of the others wait for it for their `timeout_s`.
     """
+    options = (recipe, activation_clamp, fast_math, token_bound, schedule, math_mode)
+    kernel, chosen, _ = _prepare(sym_buffer, lambda: num_tokens, options)
+    return kernel, chosen
+
+
+def _prepare(
+    sym_buffer: SymmBuffer, check_own: Callable[[], int], options: _Options
+) -> tuple[CompiledKernel, Schedule, int]:
+    """What `prepare` returns, and this rank's tokens.
+
+    Args:
+        sym_buffer: the buffer that will be launched.
+        check_own: checks what other ranks need not have alike; returns the tokens.
+        options: what they must have alike.
+    """
+    try:
+        num_tokens = check_own()
+        key = _kernel_key(sym_buffer, num_tokens, options)
+    except Exception as error:
+        _tell_peers(sym_buffer, error, options)
+        raise
+    kernel = sym_buffer.kernels.get(key)
+    if kernel is None:
+        if _has_peers(sym_buffer):
+            kernel = _load_together(sym_buffer, *key)
+        else:
+            kernel = compile_kernel(_spec(sym_buffer, *key))
+        sym_buffer.kernels[key] = kernel
+    return kernel, key[0], num_tokens
+
+
+def _kernel_key(
+    sym_buffer: SymmBuffer, num_tokens: int, options: _Options
+) -> tuple[Schedule, bool, bool]:
+    """The key of a launch's kernel in the buffer's store: schedule, clamp or not, fast_math.
+
+    Raises:
+        ValueError, ScheduleError: one of the options is wrong, or has no schedule.
+    """
+    recipe, activation_clamp, fast_math, token_bound, schedule, math_mode = options
     check_recipe(recipe, sym_buffer)
     check_clamp(activation_clamp)
     if schedule is not None:
@@ -293,17 +338,28 @@ def prepare(
             )
     bound = check_bound(sym_buffer, num_tokens, token_bound)
     chosen = _choose(sym_buffer, bound, math_mode) if schedule is None else schedule
-    key = (chosen, activation_clamp is not None, fast_math)
-    kernel = sym_buffer.kernels.get(key)
-    if kernel is None:
-        if sym_buffer.group is not None and sym_buffer.problem.num_ranks > 1:
-            kernel = _load_together(sym_buffer, chosen, activation_clamp is not None, fast_math)
-        else:
-            kernel = compile_kernel(
-                _spec(sym_buffer, chosen, activation_clamp is not None, fast_math)
-            )
-        sym_buffer.kernels[key] = kernel
-    return kernel, chosen
+    return chosen, activation_clamp is not None, fast_math
+
+
+def _has_peers(sym_buffer: SymmBuffer) -> bool:
+    """Whether other processes load kernels together with this one."""
+    return sym_buffer.group is not None and sym_buffer.problem.num_ranks > 1
+
+
+def _tell_peers(sym_buffer: SymmBuffer, error: Exception, options: _Options) -> None:
+    """Raise `error` on all ranks where they wait for this one to load a kernel; else return.
+
+    All ranks hold the same kernels. So whether the others load one follows from the options, and
+    where these are what is wrong here, from whether this is the first call of all.
+    """
+    if not _has_peers(sym_buffer) or torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        loaded = _kernel_key(sym_buffer, 0, options) in sym_buffer.kernels
+    except Exception:
+        loaded = bool(sym_buffer.kernels)
+    if not loaded:
+        refuse_together(error, sym_buffer.group, sym_buffer.device)
 
 
 def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedule:
@@ -320,18 +376,18 @@ def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedu
                 f"{KERNEL_VARIABLE}={forced!r} must be one of {', '.join(MATH_MODES)}, or unset"
             )
         math_mode, from_environment = forced, True
-    tokens = _threshold(threshold)
+    lookup = partial(
+        resolve,
+        sym_buffer.problem,
+        sym_buffer.device_name,
+        sym_buffer.capacity,
+        bound,
+        rank_mode=sym_buffer.rank_mode,
+        recipe=sym_buffer.recipe,
+        math_mode=math_mode,
+    )
     try:
-        found = resolve(
-            sym_buffer.problem,
-            sym_buffer.device_name,
-            sym_buffer.capacity,
-            bound,
-            rank_mode=sym_buffer.rank_mode,
-            recipe=sym_buffer.recipe,
-            math_mode=math_mode,
-            cooperative_threshold=tokens,
-        )
+        found = lookup()
     except ScheduleError as error:
         if from_environment:
             raise ScheduleError(f"{KERNEL_VARIABLE}={forced}: {error}") from None
@@ -339,11 +395,15 @@ def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedu
     if from_environment:
         _say_once(KERNEL_VARIABLE, str(forced), f"forces schedules of math mode {forced}")
     elif threshold and math_mode is None and found.origin == "default":
-        _say_once(
-            THRESHOLD_VARIABLE,
-            threshold,
-            f"makes built-in schedules cooperative from {tokens} tokens on, pingpong below",
-        )
+        tokens = _threshold(threshold)
+        other = lookup(quiet=True, cooperative_threshold=tokens)
+        if other.schedule != found.schedule:
+            found = other
+            _say_once(
+                THRESHOLD_VARIABLE,
+                threshold,
+                f"makes built-in schedules cooperative from {tokens} tokens on, pingpong below",
+            )
     chosen = found.schedule
     if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
         # A smaller part, a MIG slice, or a virtual rank's share.
@@ -352,9 +412,7 @@ def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedu
     return chosen
 
 
-def _threshold(text: str | None) -> int:
-    if not text:
-        return COOPERATIVE_THRESHOLD
+def _threshold(text: str) -> int:
     if not text.isdecimal():
         raise ValueError(
             f"{THRESHOLD_VARIABLE}={text!r} must be a number of tokens, an integer of at least 0, "

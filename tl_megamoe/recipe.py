@@ -69,17 +69,23 @@ ALL_RECIPES = tuple(
 """Every recipe; the first is the default."""
 
 
+DEEPGEMM_RECIPES = ((1, 128, 128), (128, 128, 128))
+"""What callers of DeepGEMM's SM90 kernels pass, which differ in how they write the same scales."""
+RecipeLike = Recipe | tuple[int, int, int] | None
+
+
 def as_recipe(recipe: Any) -> Recipe:
-    """A `Recipe`, from a `Recipe` or from DeepGEMM's tuple `(1, 128, 128)`.
+    """A `Recipe`, from a `Recipe`, from one of DeepGEMM's tuples, or the default from None.
 
     Raises:
         ValueError: any other tuple or type.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    if isinstance(recipe, (tuple, list)) and tuple(recipe) == (1, 128, 128):
+    if recipe is None or (isinstance(recipe, (tuple, list)) and tuple(recipe) in DEEPGEMM_RECIPES):
         return Recipe()
     raise ValueError(
-        f"recipe={recipe!r} must be a tl_megamoe.Recipe or (1, 128, 128): activation scales per "
-        "token and 128 columns, weight scales per 128 x 128"
+        f"recipe={recipe!r} must be a tl_megamoe.Recipe, "
+        f"{' or '.join(map(str, DEEPGEMM_RECIPES))}: activation scales per token and 128 columns, "
+        "weight scales per 128 x 128"
     )

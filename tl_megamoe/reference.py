@@ -291,10 +291,10 @@ def tolerances(num_tokens: int, intermediate: int = 1024) -> tuple[float, float]
     at top-2, 3, 6 (sizes of SwiGLU values, their steps and softmax weights, simulated): a standard
     deviation of sqrt(20 / F) of its mean at any top-k. Three of them make a result's bound
     6e-3 * sqrt(1 + 3 * sqrt(20 / F)); it stays below a wrong recipe's 3.7e-2 however few the flips.
-    The worst of many tokens is within (1 + 6 / sqrt(F)), F of one token. Below one flip a token (intermediate under
-    334) there is no mean to be near: the worst token has one flip of its largest value. That is a
-    step of up to 1/8 of a value which, of a few hundred products of two normals, holds up to two
-    thirds of the norm (5.5 to 7 beside sqrt(0.35 * intermediate)): 8e-2.
+    The worst of many tokens is within (1 + 6 / sqrt(F)), F of one token. Below one flip a token
+    (intermediate under 334) there is no mean to be near: the worst token has one flip of its
+    largest value. That is a step of up to 1/8 of a value which, of a few hundred products of two
+    normals, holds up to two thirds of the norm (5.5 to 7 beside sqrt(0.35 * intermediate)): 8e-2.
 
     Args:
         num_tokens: tokens compared that have a route.

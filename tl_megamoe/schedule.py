@@ -49,8 +49,10 @@ class Schedule:
         experts_per_wave: experts whose linear1 tiles all precede their linear2 tiles; divides
             `num_local_experts`. With order `lag` it must be `num_local_experts`.
         order: `wave`, or `lag`: linear2 tiles of a pool block follow its linear1 tiles at a fixed
-            distance.
-        lag: that distance in pool blocks; 0 with order `wave`.
+            distance. A launch of many ranks that receives more pool blocks than the ring holds
+            (layout.py) walks in lag order whatever this says (`device.walk.walk_order`).
+        lag: that distance in pool blocks; 0 with order `wave`. Where the ring wraps it is cut to
+            below the ring, and a quarter of the ring with order `wave`.
         dispatch_warps: warps that pull rows, 1 to 3.
         load_warps: 2: one warp loads A and its scales, one B. 1: one warp loads both.
         load_registers, math_registers: registers a thread after the roles split (the dispatch and
@@ -382,9 +384,10 @@ def default_schedule(
     """The built-in choice for a problem that no frozen table covers.
 
     Pingpong below `cooperative_threshold` tokens, where 256 divides the hidden size and a scale
-    covers 128 columns (with 64 it spills registers). Else cooperative, and block_m follows the mean rows an expert receives: up to one block of 64 rows
-    for most experts, else 128. One wave: all linear1 tiles, then all linear2 tiles. With a hidden
-    size that 256 does not divide both linears split rows: with one of each split ptxas spills.
+    covers 128 columns (with 64 it spills registers). Else cooperative, and block_m follows the mean
+    rows an expert receives: up to one block of 64 rows for most experts, else 128. One wave: all
+    linear1 tiles, then all linear2 tiles. With a hidden size that 256 does not divide both linears
+    split rows: with one of each split ptxas spills.
 
     Args:
         problem: the layer.

@@ -112,11 +112,16 @@ def check_reports(buffers: Sequence[SymmBuffer]) -> None:
             others.append(text)
     behind = f" (stuck behind it: {', '.join(others)})" if others else ""
     unit = " launches" if tag in _OWN_BLOCKS else ""
+    queues = ""
+    if buffer.rank_mode == "virtual":
+        from .virtual import CONNECTIONS, MIN_CONNECTIONS
+
+        queues = f", did CUDA start without {CONNECTIONS}={MIN_CONNECTIONS}"
     raise MegaMoeTimeout(
         f"{what}{f' ({at})' if at else ''}: rank {rank}, block {block}, thread {thread} counted "
         f"{have} of {want}{unit} in {buffer.timeout_s:g} s"
         f"{behind}. Every block of the grid must be resident at once: is another stream or process "
-        "holding SMs, or did a rank not launch? The CUDA context is lost.",
+        f"holding SMs{queues}, or did a rank not launch? The CUDA context is lost.",
         phase=what.split(":")[0] if tag in TIMEOUT_TAGS else None,
         rank=rank,
         peer=_known(peer),

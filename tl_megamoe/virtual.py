@@ -5,7 +5,8 @@ are plain addresses of the same GPU, and the kernels are those of real ranks. Th
 other, so all of them must run at once. Three things could keep one from starting:
 
 - Hardware queues. With CUDA's default of 8, two streams may share one and a kernel stands behind
-  another that spins. CUDA_DEVICE_MAX_CONNECTIONS=32 must be set before CUDA starts.
+  another that spins. CUDA_DEVICE_MAX_CONNECTIONS=32 must be set before CUDA starts, be it by torch
+  or by another library in the process; if it was not, launches time out and the report asks so.
 - Loading. CUDA may load a kernel at its first launch, which can wait until the device is idle. The
   ranks of a group run the same kernel (they choose one schedule, `token_bound` being the same), and
   it is loaded with the first rank's launch, when nothing spins yet. All else that `launch(r)` does
@@ -24,7 +25,7 @@ import torch
 from .buffer import SymmBuffer, check_reports, check_timeout, pick_device
 from .layout import MAX_RANKS, make_layout
 from .problem import Problem
-from .recipe import Recipe
+from .recipe import RecipeLike, as_recipe
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MIN_CONNECTIONS = 32
@@ -46,7 +47,8 @@ class VirtualGroup:
 
     Raises:
         ValueError: num_ranks outside 1..16, or no CUDA device.
-        RuntimeError: CUDA_DEVICE_MAX_CONNECTIONS is below 32, or was when CUDA started.
+        RuntimeError: CUDA_DEVICE_MAX_CONNECTIONS is below 32, or unset though CUDA has started.
+            What it was when CUDA started cannot be seen: set later, it passes and has no effect.
     """
 
     def __init__(self, num_ranks: int, device: torch.device | str | None = None) -> None:
@@ -71,7 +73,7 @@ class VirtualGroup:
         capacity: int,
         timeout_s: float = 60.0,
         *,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike = None,
     ) -> tuple[SymmBuffer, ...]:
         """The buffers of all ranks, zeroed, rank r at index r. Waits until the device is idle.
 
@@ -79,7 +81,7 @@ class VirtualGroup:
             problem: the layer over all ranks; `num_ranks` is that of the group.
             capacity: the most tokens that a rank contributes.
             timeout_s: bound of every wait of a launch, in seconds.
-            recipe: `Recipe()` when None.
+            recipe: `Recipe()` when None or one of DeepGEMM's tuples.
 
         Raises:
             ValueError: another number of ranks than the group's, a bad capacity or timeout.
@@ -91,7 +93,7 @@ class VirtualGroup:
                 f"load the problem with num_ranks={self.num_ranks}."
             )
         check_timeout(timeout_s)
-        layout = make_layout(problem, capacity, recipe)
+        layout = make_layout(problem, capacity, as_recipe(recipe))
         # An allocation a rank, as with real ranks: a write past its end does not hit the next rank.
         raws = [
             torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
@@ -190,7 +192,7 @@ class VirtualGroup:
 
 
 def ensure_connections() -> None:
-    """See to it that CUDA starts, or has started, with enough hardware queues.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS while torch has not started CUDA; else look at its value now.
 
     Raises:
         RuntimeError: CUDA runs without them, or the variable asks for fewer.
