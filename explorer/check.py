@@ -234,11 +234,13 @@ def run_check(args: argparse.Namespace) -> int:
         return _run_rank(config, cases, args)
     if not _build(specs_of(config, cases), args.jobs):
         return 1
-    rows = []
-    for row in run_in_children(config, cases, args.timeout):
-        _say(row)
-        rows.append(row)
-    print(render(rows))
+    rows: list[Row] = []
+    try:
+        for row in run_in_children(config, cases, args.timeout):
+            _say(row)
+            rows.append(row)
+    finally:  # interrupted: what was checked is told
+        print(render(rows))
     return 1 if failed(rows) else 0
 
 

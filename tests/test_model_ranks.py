@@ -434,7 +434,7 @@ def test_words_that_peers_write(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_source_metadata_names_every_route(ranks: int) -> None:
     problem = many(ranks, num_topk=6)
-    capacity = 2**COUNTER_BITS // 6
+    capacity = 2**COUNTER_BITS // 6 - 1000  # at 16 ranks a little more has too many pool blocks
     make_layout(problem, capacity)
     for rank in range(ranks):
         for slot, token in ((0, 0), (5, capacity - 1), (3, 12345)):
