@@ -200,7 +200,7 @@ def add_parser(add: Callable[..., Any], add_problem: Callable[[Any], None]) -> N
     parser.add_argument("--math-mode", choices=MATH_MODES, help="only this one (both)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds a check may take (120)"
+        "--timeout", type=seconds, default=120.0, help="seconds a check may take (120)"
     )
     parser.add_argument("--jobs", type=_at_least(1), help="compile processes (CPUs)")
     parser.add_argument(
@@ -316,9 +316,10 @@ def _config(args: argparse.Namespace) -> CheckConfig:
     mode = args.rank_mode
     if mode is None:
         mode = "one" if ranks in (None, 1) else "real" if size > 1 else "virtual"
-    if mode == "real" and ranks != size:
+    if mode == "real" and (ranks != size or size == 1):
         raise ValueError(
-            f"--rank-mode real with --ranks {ranks}: a process a rank, and this job has {size}. "
+            f"--rank-mode real{f' with --ranks {ranks}' if ranks else ''}: a process a rank, and "
+            f"this job has {size}. "
             f"Start it with: torchrun --nproc_per_node={ranks or 'N'} -m tl_megamoe.explorer check"
         )
     if mode != "real" and size > 1:
@@ -388,6 +389,17 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def seconds(text: str) -> float:
+    """An argument that is a time limit: a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of seconds")
+    return value
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import tl_megamoe
-from tl_megamoe.frozen import RANK_MODES, device_key, resolve, schedules_root
+from tl_megamoe.frozen import RANK_MODES, device_key, schedules_root
 from tl_megamoe.kernel import PHASES
 from tl_megamoe.layout import MAX_RANKS, make_layout
 from tl_megamoe.problem import PRESETS, Problem, load_problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule
+from tl_megamoe.selection import choose_schedule
 
 from . import check
 from .doctor import diagnose, find_gpu
@@ -91,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     search.add_argument("--capacity", type=_one_count, help="buffer tokens (largest of --tokens)")
     search.add_argument("--jobs", type=_one_count, help="compile processes (CPUs)")
     search.add_argument(
-        "--timeout", type=float, default=180.0, help="seconds a candidate may take (180)"
+        "--timeout", type=check.seconds, default=180.0, help="seconds a candidate may take (180)"
     )
     search.add_argument("--again", action="store_true", help="repeat finished rows")
     search.add_argument("--commit", help="recorded with the rows (from git)")
@@ -454,8 +455,10 @@ def run_report(args: argparse.Namespace) -> int:
     if not frames:
         raise ValueError(
             f"no rows of problem {problem.name!r} with {problem.table_num_ranks} ranks ({mode})"
+            f"{f', recipe {args.recipe}' if args.recipe else ''}"
             f"{f' at {args.tokens} tokens' if args.tokens else ''} in {args.out / pattern}. "
             f"Make some with: tl-megamoe search {flags_of(problem, mode)} --tokens 512"
+            f"{f' --recipe {args.recipe}' if args.recipe else ''}"
         )
     frame = pd.concat(frames, ignore_index=True)
     if args.csv:
@@ -500,7 +503,7 @@ def run_why(args: argparse.Namespace) -> int:
 
     (problem, mode), device = running_problem(args), _device_of(args)
     capacity, recipe = args.capacity or args.tokens, _recipe_of(args)
-    found = resolve(
+    found = choose_schedule(
         problem,
         device,
         capacity,
@@ -517,6 +520,9 @@ def run_why(args: argparse.Namespace) -> int:
     if problem.num_ranks > 1:
         print(f"walk      {_walk_of(problem, found.schedule, capacity, args.tokens)}")
     if found.entry is not None:
+        measured = found.entry.evidence.get("recipe")
+        if measured != str(recipe):
+            print(f"recipe    measured with {measured}, and serves {recipe} too")
         if found.entry.evidence.get("kernel") != kernel_digest():
             print(f"measured  with another kernel than this one ({kernel_digest()})")
         for name, value in found.entry.evidence.items():

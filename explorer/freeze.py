@@ -108,7 +108,7 @@ def best_rows(
             f"problem {problem.name!r} with {problem.table_num_ranks} ranks "
             f"({rank_mode}), routing {routing!r} and recipe {recipe} has no measured ok "
             f"row. Only measured rows can be frozen: run tl-megamoe search "
-            f"{flags_of(problem, rank_mode)} --tokens ... on a GPU."
+            f"{flags_of(problem, rank_mode)} --recipe {recipe} --tokens ... on a GPU."
         )
     ordered = rows.sort_values(["num_tokens", "ratio_to_floor", "median_us"], kind="stable")
     chosen = ordered.drop_duplicates("num_tokens", keep="first")

@@ -21,12 +21,15 @@ from tl_megamoe import (
     fp8_mega_moe_cooperative,
     fp8_mega_moe_pingpong,
     op,
+    selection,
     transform_weights,
 )
+from tl_megamoe.frozen import resolve
 from tl_megamoe.kernel import KernelSpec
-from tl_megamoe.op import KERNEL_VARIABLE, THRESHOLD_VARIABLE, prepare, weight_shapes
+from tl_megamoe.op import prepare, weight_shapes
 from tl_megamoe.recipe import as_recipe
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
+from tl_megamoe.selection import KERNEL_VARIABLE, THRESHOLD_VARIABLE
 from tl_megamoe.synthetic import random_weights
 
 CAPACITY = 32
@@ -164,7 +167,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         return FakeKernel(spec)
 
     monkeypatch.setattr(op, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(op, "_said", set())
+    monkeypatch.setattr(selection, "_said", set())
     for variable in (KERNEL_VARIABLE, THRESHOLD_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     return compiled
@@ -356,9 +359,9 @@ def test_a_frozen_table_is_stronger_than_the_threshold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frozen = Schedule(experts_per_wave=8, stages=2, prefetch=4)
-    found = op.resolve(SMALL, "unknown", 1024, 8, quiet=True)
+    found = resolve(SMALL, "unknown", 1024, 8, quiet=True)
     monkeypatch.setattr(
-        op, "resolve", lambda *_, **__: replace(found, schedule=frozen, origin="frozen")
+        selection, "resolve", lambda *_, **__: replace(found, schedule=frozen, origin="frozen")
     )
     monkeypatch.setenv(THRESHOLD_VARIABLE, "1000")
     with caplog.at_level(logging.WARNING):

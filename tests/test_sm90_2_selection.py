@@ -25,10 +25,17 @@ from gpu_cases import (
 )
 from gpu_world import World, world
 
-from tl_megamoe import fp8_mega_moe, fp8_mega_moe_cooperative, fp8_mega_moe_pingpong, op, reference
+from tl_megamoe import (
+    fp8_mega_moe,
+    fp8_mega_moe_cooperative,
+    fp8_mega_moe_pingpong,
+    reference,
+    selection,
+)
 from tl_megamoe.frozen import lookup, resolve
-from tl_megamoe.op import KERNEL_VARIABLE, THRESHOLD_VARIABLE, prepare
+from tl_megamoe.op import prepare
 from tl_megamoe.schedule import Schedule, ScheduleError
+from tl_megamoe.selection import KERNEL_VARIABLE, THRESHOLD_VARIABLE
 
 pytestmark = pytest.mark.sm90
 
@@ -44,7 +51,7 @@ each_number = pytest.mark.parametrize("num_ranks", each_rank_count())
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KERNEL_VARIABLE, raising=False)
     monkeypatch.delenv(THRESHOLD_VARIABLE, raising=False)
-    monkeypatch.setattr(op, "_said", set())
+    monkeypatch.setattr(selection, "_said", set())
 
 
 def filled(tokens: int, seed: int) -> World:

@@ -274,6 +274,11 @@ class SymmBuffer:
         return self.workspace[start : start + length]
 
     @property
+    def num_max_tokens_per_rank(self) -> int:
+        """The capacity, under DeepGEMM's name."""
+        return self.capacity
+
+    @property
     def num_bytes(self) -> int:
         """Size of the allocation."""
         return self.layout.num_bytes

@@ -9,11 +9,9 @@ the result. All ranks must choose alike: the choice depends on `token_bound`, ne
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +28,12 @@ from .arguments import (
 )
 from .arguments import weight_shapes as weight_shapes
 from .buffer import SymmBuffer
-from .frozen import MATH_MODES, resolve
 from .handshake import load_together, refuse_together
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
 from .schedule import Schedule, ScheduleError
+from .selection import KERNEL_VARIABLE, THRESHOLD_VARIABLE, choose_schedule
 from .weights import MoEWeights
 
-logger = logging.getLogger(__name__)
-
-KERNEL_VARIABLE = "TL_MEGAMOE_KERNEL"
-THRESHOLD_VARIABLE = "TL_MEGAMOE_COOPERATIVE_THRESHOLD"
-_said: set[tuple[str, str]] = set()
 _Options = tuple[RecipeLike, float | None, bool, int | None, Schedule | None, str | None]
 """recipe, activation_clamp, fast_math, token_bound, schedule, math_mode."""
 
@@ -369,15 +362,7 @@ def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedu
     chosen = sym_buffer.schedules.get(key)
     if chosen is not None:
         return chosen
-    from_environment = False
-    if math_mode is None and forced:
-        if forced not in MATH_MODES:
-            raise ValueError(
-                f"{KERNEL_VARIABLE}={forced!r} must be one of {', '.join(MATH_MODES)}, or unset"
-            )
-        math_mode, from_environment = forced, True
-    lookup = partial(
-        resolve,
+    chosen = choose_schedule(
         sym_buffer.problem,
         sym_buffer.device_name,
         sym_buffer.capacity,
@@ -385,46 +370,12 @@ def _choose(sym_buffer: SymmBuffer, bound: int, math_mode: str | None) -> Schedu
         rank_mode=sym_buffer.rank_mode,
         recipe=sym_buffer.recipe,
         math_mode=math_mode,
-    )
-    try:
-        found = lookup()
-    except ScheduleError as error:
-        if from_environment:
-            raise ScheduleError(f"{KERNEL_VARIABLE}={forced}: {error}") from None
-        raise
-    if from_environment:
-        _say_once(KERNEL_VARIABLE, str(forced), f"forces schedules of math mode {forced}")
-    elif threshold and math_mode is None and found.origin == "default":
-        tokens = _threshold(threshold)
-        other = lookup(quiet=True, cooperative_threshold=tokens)
-        if other.schedule != found.schedule:
-            found = other
-            _say_once(
-                THRESHOLD_VARIABLE,
-                threshold,
-                f"makes built-in schedules cooperative from {tokens} tokens on, pingpong below",
-            )
-    chosen = found.schedule
+    ).schedule
     if sym_buffer.num_sms is not None and chosen.num_sms > sym_buffer.num_sms:
         # A smaller part, a MIG slice, or a virtual rank's share.
         chosen = replace(chosen, num_sms=sym_buffer.num_sms)
     sym_buffer.schedules[key] = chosen
     return chosen
-
-
-def _threshold(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(
-            f"{THRESHOLD_VARIABLE}={text!r} must be a number of tokens, an integer of at least 0, "
-            "or unset"
-        )
-    return int(text)
-
-
-def _say_once(variable: str, value: str, what: str) -> None:
-    if (variable, value) not in _said:
-        _said.add((variable, value))
-        logger.warning("%s=%s %s; results do not change", variable, value, what)
 
 
 def _spec(sym_buffer: SymmBuffer, chosen: Schedule, clamp: bool, fast_math: bool) -> KernelSpec:
