@@ -384,15 +384,15 @@ def test_why_knows_the_variables(
     command = ["why", "--problem", "deepseek-v4-flash", "--tokens", "8192"]
     command += ["--device", "nvidia-h200"]
     monkeypatch.setenv("TL_MEGAMOE_KERNEL", "pingpong")
-    assert main(command) == 0
+    assert cli.main(command) == 0
     assert capsys.readouterr().out.startswith("schedule  pp-m64-")
     monkeypatch.setenv("TL_MEGAMOE_KERNEL", "fastest")
-    assert main(command) == 2
+    assert cli.main(command) == 2
     assert "TL_MEGAMOE_KERNEL='fastest' must be one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["search", "check"])
 def test_a_time_limit_is_positive(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--problem", "mimo-v2.5", "--tokens", "8", "--timeout", "-1"]
-    assert main([command, *flags]) == 2
+    assert cli.main([command, *flags]) == 2
     assert "'-1' must be a positive number of seconds" in capsys.readouterr().err
