@@ -15,11 +15,10 @@ from typing import Any
 import tl_megamoe
 from tl_megamoe.frozen import RANK_MODES, device_key, schedules_root
 from tl_megamoe.kernel import PHASES
-from tl_megamoe.layout import MAX_RANKS, make_layout
+from tl_megamoe.layout import MAX_RANKS
 from tl_megamoe.problem import PRESETS, Problem, load_problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule
-from tl_megamoe.selection import choose_schedule
 
 from . import check
 from .doctor import diagnose, find_gpu
@@ -499,58 +498,12 @@ def run_freeze(args: argparse.Namespace) -> int:
 
 
 def run_why(args: argparse.Namespace) -> int:
-    from .farm import kernel_digest
+    from .why import explain
 
     (problem, mode), device = running_problem(args), _device_of(args)
     capacity, recipe = args.capacity or args.tokens, _recipe_of(args)
-    found = choose_schedule(
-        problem,
-        device,
-        capacity,
-        args.tokens,
-        root=args.schedules,
-        quiet=True,
-        rank_mode=mode,
-        recipe=recipe,
-    )
-    print(f"schedule  {found.schedule.name}")
-    print(f"origin    {found.origin}: {found.message}")
-    if mode == "virtual":
-        print(f"grid      num_sms is cut to a rank's part, the GPU's SMs // {problem.num_ranks}")
-    if problem.num_ranks > 1:
-        print(f"walk      {_walk_of(problem, found.schedule, capacity, args.tokens)}")
-    if found.entry is not None:
-        measured = found.entry.evidence.get("recipe")
-        if measured != str(recipe):
-            print(f"recipe    measured with {measured}, and serves {recipe} too")
-        if found.entry.evidence.get("kernel") != kernel_digest():
-            print(f"measured  with another kernel than this one ({kernel_digest()})")
-        for name, value in found.entry.evidence.items():
-            print(f"  {name:<18} {value}")
-    for name, value in found.schedule.to_dict().items():
-        print(f"  {name:<18} {value}")
+    print(explain(problem, mode, device, args.tokens, capacity, recipe, args.schedules))
     return 0
-
-
-def _walk_of(problem: Problem, schedule: Schedule, capacity: int, num_tokens: int) -> str:
-    """The order in which launches of many ranks walk, whose pools are rings."""
-    from tl_megamoe.device.walk import first_blocks, walk_order
-
-    from .cost import uniform_counts
-
-    def order(blocks: int) -> str:
-        asked = schedule.lag if lag_order else schedule.experts_per_wave
-        lag, step = walk_order(blocks, ring, lag_order, asked)
-        return f"lag {step}" if lag else f"waves of {step} experts"
-
-    lag_order = schedule.order == "lag"
-    ring = make_layout(problem, capacity).ring_blocks(schedule.block_m)
-    blocks = first_blocks(uniform_counts(problem, num_tokens), schedule.block_m)[-1]
-    return (
-        f"{order(ring)} up to the {ring} pool blocks of the ring (capacity {capacity}); a launch "
-        f"with more wraps it and walks in {order(ring + 1)}, whatever the schedule says. Uniform "
-        f"routing of {num_tokens} tokens makes about {blocks}: {order(blocks)}"
-    )
 
 
 if __name__ == "__main__":

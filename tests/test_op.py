@@ -86,6 +86,11 @@ def strided(t: torch.Tensor) -> torch.Tensor:
         ({"l1_weights": torch.empty(3)}, "l1_weights must be a (weight, scale) pair"),
         ({"schedule": Schedule(stages=9)}, "stages=9"),
         ({"schedule": "m64"}, "schedule must be a Schedule, found str"),
+        ({"math_mode": "solo"}, "math_mode='solo'"),
+        (
+            {"schedule": Schedule(stages=2), "math_mode": "pingpong"},
+            "math_mode='pingpong' together with a schedule",
+        ),
         ({"activation_clamp": "x"}, "activation_clamp='x' must be a positive number"),
         ({"recipe": [1, 128, 128]}, "sym_buffer is on cpu: the kernel needs an SM90 GPU"),
         ({"recipe": (128, 128, 128)}, "sym_buffer is on cpu: the kernel needs an SM90 GPU"),
@@ -148,10 +153,11 @@ def test_the_buffer_says_the_recipe() -> None:
 
 
 def test_the_forced_variants_take_the_same_arguments() -> None:
-    wanted = list(inspect.signature(fp8_mega_moe).parameters.values())
+    whole = inspect.signature(fp8_mega_moe).parameters
+    wanted = [p for p in whole.values() if p.name not in ("schedule", "math_mode")]
+    assert list(whole)[-2:] == ["schedule", "math_mode"]
     for variant in (fp8_mega_moe_pingpong, fp8_mega_moe_cooperative):
-        assert list(inspect.signature(variant).parameters.values()) == wanted[:-1]
-    assert wanted[-1].name == "schedule"
+        assert list(inspect.signature(variant).parameters.values()) == wanted
 
 
 # ---- the choice of a schedule; kernels are not compiled: what would be is recorded

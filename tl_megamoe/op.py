@@ -51,6 +51,7 @@ def fp8_mega_moe(
     *,
     token_bound: int | None = None,
     schedule: Schedule | None = None,
+    math_mode: str | None = None,
 ) -> None:
     """Run the MoE layer on the tokens in `sym_buffer` and write `y`. One kernel launch.
 
@@ -78,24 +79,45 @@ def fp8_mega_moe(
             schedule is chosen for it. None: the capacity, with one rank num_tokens.
         schedule: run this schedule instead of the chosen one, the same on all ranks; never changes
             the result.
+        math_mode: choose among schedules of this mode, `cooperative` or `pingpong`; not together
+            with `schedule`.
 
     Raises:
         ValueError: an argument breaks a rule above; the message names it, the rule and the value.
             For whom it is raised, `prepare` says.
         ScheduleError: `schedule` is not valid for the problem.
     """
-    _run(
-        y,
-        l1_weights,
-        l2_weights,
+    stats = cumulative_local_expert_recv_stats
+
+    def check_own() -> int:
+        num_tokens = check_y(y, sym_buffer)
+        check_weights("l1_weights", l1_weights, sym_buffer)
+        check_weights("l2_weights", l2_weights, sym_buffer)
+        if stats is not None:
+            check_tensor(
+                "cumulative_local_expert_recv_stats",
+                stats,
+                (sym_buffer.problem.num_local_experts,),
+                torch.int32,
+                sym_buffer,
+            )
+        if activation != "swiglu":
+            raise ValueError(f"activation={activation!r} must be 'swiglu'")
+        return num_tokens
+
+    kernel, chosen, num_tokens = _prepare(
         sym_buffer,
-        cumulative_local_expert_recv_stats,
-        recipe,
-        activation,
-        activation_clamp,
-        fast_math,
-        token_bound=token_bound,
-        schedule=schedule,
+        check_own,
+        (recipe, activation_clamp, fast_math, token_bound, schedule, math_mode),
+    )
+    kernel.launch(
+        sym_buffer,
+        MoEWeights(l1=l1_weights, l2=l2_weights),
+        y,
+        num_tokens,
+        chosen,
+        recv_stats=stats,
+        activation_clamp=activation_clamp,
     )
 
 
@@ -118,7 +140,7 @@ def fp8_mega_moe_pingpong(
         ValueError: as `fp8_mega_moe`.
         ScheduleError: the problem has no such schedule; the message says why.
     """
-    _run(
+    fp8_mega_moe(
         y,
         l1_weights,
         l2_weights,
@@ -152,7 +174,7 @@ def fp8_mega_moe_cooperative(
         ValueError: as `fp8_mega_moe`.
         ScheduleError: the problem has no such schedule; the message says why.
     """
-    _run(
+    fp8_mega_moe(
         y,
         l1_weights,
         l2_weights,
@@ -164,53 +186,6 @@ def fp8_mega_moe_cooperative(
         fast_math,
         token_bound=token_bound,
         math_mode="cooperative",
-    )
-
-
-def _run(
-    y: torch.Tensor,
-    l1_weights: WeightPair,
-    l2_weights: WeightPair,
-    sym_buffer: SymmBuffer,
-    stats: torch.Tensor | None,
-    recipe: RecipeLike,
-    activation: str,
-    activation_clamp: float | None,
-    fast_math: bool,
-    *,
-    token_bound: int | None,
-    schedule: Schedule | None = None,
-    math_mode: str | None = None,
-) -> None:
-    def check_own() -> int:
-        num_tokens = check_y(y, sym_buffer)
-        check_weights("l1_weights", l1_weights, sym_buffer)
-        check_weights("l2_weights", l2_weights, sym_buffer)
-        if stats is not None:
-            check_tensor(
-                "cumulative_local_expert_recv_stats",
-                stats,
-                (sym_buffer.problem.num_local_experts,),
-                torch.int32,
-                sym_buffer,
-            )
-        if activation != "swiglu":
-            raise ValueError(f"activation={activation!r} must be 'swiglu'")
-        return num_tokens
-
-    kernel, chosen, num_tokens = _prepare(
-        sym_buffer,
-        check_own,
-        (recipe, activation_clamp, fast_math, token_bound, schedule, math_mode),
-    )
-    kernel.launch(
-        sym_buffer,
-        MoEWeights(l1=l1_weights, l2=l2_weights),
-        y,
-        num_tokens,
-        chosen,
-        recv_stats=stats,
-        activation_clamp=activation_clamp,
     )
 
 
