@@ -346,10 +346,10 @@ class SymmBuffer:
         """Raise MegaMoeTimeout if a wait of this rank timed out; reads host memory only.
 
         Call it after the launch has ended, also when the end was a CUDA error. Ranks that share a
-        GPU lose it together: `check_reports` names the earliest cause among them.
+        GPU lose it together: `check_reports` names the likeliest cause among them.
 
         Raises:
-            MegaMoeTimeout: names the earliest wait, its attributes hold the details.
+            MegaMoeTimeout: names the likeliest cause; its attributes hold the details.
         """
         check_reports((self,))
 

@@ -85,7 +85,7 @@ class MegaMoeTimeout(RuntimeError):  # noqa: N818 - a timeout is the word its ca
 
 
 def check_reports(buffers: Sequence[SymmBuffer]) -> None:
-    """Raise MegaMoeTimeout for the earliest timed-out wait of several ranks' buffers.
+    """Raise MegaMoeTimeout for the likeliest cause among the timed-out waits of several buffers.
 
     Raises:
         MegaMoeTimeout: a wait timed out.

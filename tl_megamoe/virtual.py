@@ -184,7 +184,7 @@ class VirtualGroup:
         return results
 
     def check_reports(self, buffers: Sequence[SymmBuffer]) -> None:
-        """Raise MegaMoeTimeout for the earliest timed-out wait of any rank; see `check_report`."""
+        """Raise MegaMoeTimeout for the likeliest cause among all ranks; see `check_report`."""
         check_reports(buffers)
 
     def __repr__(self) -> str:
