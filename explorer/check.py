@@ -22,6 +22,7 @@ from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
 
+from .args import seconds
 from .checker import Case, CheckConfig, Row, run_in_children, run_in_place
 from .doctor import find_gpu
 
@@ -308,7 +309,7 @@ def _config(args: argparse.Namespace) -> CheckConfig:
     Raises:
         ValueError: arguments that contradict each other or the torchrun job.
     """
-    from .cli import running_problem
+    from .args import running_problem
     from .ranks import world_size
 
     size = world_size()
@@ -389,17 +390,6 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def seconds(text: str) -> float:
-    """An argument that is a time limit: a positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of seconds")
-    return value
 
 
 def _counts(text: str) -> tuple[int, ...]:

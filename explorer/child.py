@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -35,10 +36,19 @@ class ChildError(RuntimeError):
         self.kind = kind
 
 
+def _end_with_parent() -> None:
+    """Kill this process and its compilers when the parent is gone, however it ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.killpg(0, signal.SIGKILL)
+
+
 def _serve(connection: Connection, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()  # its own group: killed with its compilers, and not by the terminal's Ctrl-C
     os.dup2(2, 1)  # data goes to the parent's stdout only
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     handler: Any = None
     while True:
         try:
@@ -70,6 +80,7 @@ class Child:
         self._process = context.Process(target=_serve, args=(theirs, factory, args), daemon=True)
         self._process.start()
         theirs.close()
+        self._group_lives = True
 
     def call(self, method: str, *payload: Any, timeout_s: float) -> Any:
         """Run a method in the child and return its answer.
@@ -86,9 +97,13 @@ class Child:
                 raise ChildTimeout(f"no answer to {method!r} in {timeout_s:g} s")
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
+            self._process.join(1.0)  # its own exit code, not that of the kill below
             self.kill()
             code = self._process.exitcode
-            raise ChildDied(f"process ended during {method!r} with exit code {code}") from error
+            why = " (killed, as a machine out of memory does)" if code == -signal.SIGKILL else ""
+            raise ChildDied(
+                f"process ended during {method!r} with exit code {code}{why}"
+            ) from error
         if reply[0] == "error":
             raise ChildError(reply[1], reply[2])
         return reply[1]
@@ -101,10 +116,17 @@ class Child:
 
     def kill(self) -> None:
         """End the child and everything it started; harmless if it has ended."""
+        self.end()
+        self._connection.close()
+
+    def end(self) -> None:
+        """`kill` from another thread than the one that calls: that one closes the connection."""
         pid = self._process.pid
-        if pid is not None and self._process.is_alive():
+        # A child that crashed leaves its compilers in the group. Once: then the number is free.
+        if pid is not None and self._group_lives:
+            self._group_lives = False
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        if self._process.is_alive():
             self._process.kill()
         self._process.join(10.0)
-        self._connection.close()

@@ -1,10 +1,21 @@
-"""A roofline model of one launch: which candidates look good before anything has run.
+"""A model of one launch: which candidates look good before anything has run.
 
 It ranks without a GPU and orders the candidates of a limited search. It is no substitute for a
-measurement: rows that rest on it say `source=model`. Fields that it does not see (load_warps,
-registers) tie. All constants are for an H200; where they come from stands beside them. Times named
-there were measured on cooperative prototypes of these kernels, not on this repository's; pingpong
-follows from them and was fitted to nothing.
+measurement: rows that rest on it say `source=model`.
+
+    launch = start + dispatch + |walk, HBM, L2| + combine + tail
+
+`walk` is the grid's time for its tiles, each as long as tensor cores, shared memory, promotion and
+epilogue make it, in the order and with the waits of the schedule (walk_time.py): rounds that are
+not full, blocks that get more of the long tiles than others, and linear2 tiles that wait are in it.
+HBM and L2 are the times in which those move the launch's bytes. All three overlap, and not wholly:
+| | is their norm of exponent `overlap`. The clock falls with the tensor cores' share of the time.
+
+What it does not see ties: load_warps (measured within 3 % of each other, of either sign) and the
+registers (9 % in one kernel of deepseek-v4-flash, nothing in the next). Nor does it see what two
+kernels of the same tile differ in by their machine code alone, and that a launch that outgrows its
+ring walks by another lag (layout.py). It takes lags of 16 and 32 blocks at 4096 tokens and more for
+2 to 6 % faster than they were measured.
 """
 
 from __future__ import annotations
@@ -13,52 +24,51 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
-from tl_megamoe.metrics import HBM_READ_TBS
+import numpy as np
+
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import BLOCK_K, MATH_WARPS, Schedule
+from tl_megamoe.schedule import BLOCK_K, Schedule
 
-CLOCK_GHZ = 1.455
-"""SM clock under sustained FP8 load at the 700 W limit (of 1.98 GHz; measured after 0.3 s)."""
+from .constants import BUILT_IN, Constants
+from .walk_time import walk_time
+
 SMEM_BYTES_PER_CLOCK = 128
 """Shared-memory bandwidth of an SM90 SM (CUDA programming guide)."""
 TENSOR_MACS_PER_CLOCK = 4096
 """FP8 multiply-adds of an SM and clock: 128 x 128 x 128 takes 512 clocks."""
-PROMOTE_CLOCKS = 130
-"""Clocks to add a 64 x 128 unit of raw products, scaled, to its accumulators; fitted, with
-K_BLOCK_CLOCKS, to stand-alone linear1 and linear2 at 8192 tokens (128 x 256: 1371 and 719 us,
-128 x 128: 1664 and 821, 64 x 256: 1751 and 899)."""
-K_BLOCK_CLOCKS = 120
-"""Clocks a K block takes besides: barrier waits and WGMMA's start."""
-EPILOGUE = {1: 1.07, 2: 1.12}
-"""Tile time with its epilogue over the time of its K loop; profiled for linear1 and linear2. In
-pingpong 1: one warpgroup's epilogue lies under the other's K loop."""
-START_US = 7.0
-"""Until the counts are known and the first tile starts, from stamps."""
-TAIL_US = 12.0
-"""The last tiles' imbalance and the final grid barrier, from stamps (12 to 18 us)."""
-L2_FILL_US = 4.0
-"""The part of the start in which the L2 prefetch of weights runs."""
-PULL_LATENCY_US = 5.0
-"""A bulk copy of a row chunk under load: 690 us for 49,152 rows of 4 KiB, 6 chunks a block."""
-PULL_EXPOSED = 0.1
-"""The part of the pull that is not hidden: dispatch slows the first third of a large launch."""
-COMBINE_TBS = 3.8
-"""Mixed read and write bandwidth of the combine: 124 us for 470 MB."""
+CARD_SMS = 132
+"""SMs of an H200: a smaller grid loads the power limit less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted times in microseconds, by what they are spent on."""
+    """Predicted times in microseconds, by what they are spent on.
+
+    Attributes:
+        start_us: until the first tile.
+        dispatch_us: what the pull of rows costs the tiles beside it.
+        linear1_us, linear2_us: a block's mean time for its tiles.
+        idle_us: what the walk takes besides: rounds that are not full, uneven shares, waits.
+        memory_us: what HBM and L2 add to the walk.
+        combine_us: the sum over slots.
+        tail_us: the last barrier.
+        pull_us: the whole pull; `dispatch` alone.
+        alone_us: linear1 alone and linear2 alone, in whole rounds, memory included.
+    """
 
     start_us: float
     dispatch_us: float
     linear1_us: float
     linear2_us: float
-    stall_us: float
+    idle_us: float
+    memory_us: float
     combine_us: float
     tail_us: float
+    pull_us: float
+    alone_us: tuple[float, float]
 
     @property
     def total_us(self) -> float:
@@ -67,12 +77,14 @@ class Prediction:
 
     def phase_us(self, phase: str) -> float:
         """The fused layer, or a stand-alone phase without the waits for the others."""
-        if phase == "fused":
-            parts = (self.start_us, self.dispatch_us, self.linear1_us, self.linear2_us)
-            return sum(parts) + self.stall_us + self.combine_us + self.tail_us
         if phase == "dispatch":
-            return self.start_us + self.dispatch_us / PULL_EXPOSED
-        return float(getattr(self, f"{phase}_us")) + (0.0 if phase == "combine" else self.tail_us)
+            return self.start_us + self.pull_us
+        if phase == "combine":
+            return self.combine_us
+        if phase in ("linear1", "linear2"):
+            return self.alone_us[phase == "linear2"] + self.tail_us
+        tiles = self.linear1_us + self.linear2_us + self.idle_us + self.memory_us
+        return self.start_us + self.dispatch_us + tiles + self.combine_us + self.tail_us
 
 
 @lru_cache(maxsize=256)
@@ -98,67 +110,92 @@ def uniform_counts(problem: Problem, num_tokens: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def k_block_clocks(block_m: int, block_n: int, promotions: int = 1) -> float:
+def k_block_clocks(
+    block_m: int,
+    block_n: int,
+    promotions: int = 1,
+    *,
+    pingpong: bool = False,
+    stages: int = 4,
+    constants: Constants = BUILT_IN,
+) -> float:
     """Clocks of one K block of a tile: the tensor cores, or the shared memory that feeds them.
 
     Shared memory takes the fill of both operands and each 64 x 128 unit's reads of them: 128 x 128
-    640 clocks against 512 of tensor work, 128 x 256 1152 against 1024. Two warpgroups promote side
-    by side, whether they share the tile or have one each.
+    640 clocks against 512 of tensor work, 128 x 256 1152 against 1024. Cooperative warpgroups
+    promote side by side; in pingpong the one that multiplies promotes its two units alone.
 
     Args:
         block_m: rows of the tile.
         block_n: columns of the tile.
         promotions: how often a unit is promoted, once a scale.
+        pingpong: one warpgroup computes the tile.
+        stages: depth of the ring.
+        constants: of the model.
     """
     units = block_m * block_n // (64 * 128)
     fill = (block_m + block_n) * BLOCK_K
     reads = units * (64 + 128) * BLOCK_K
     memory = (fill + reads) / SMEM_BYTES_PER_CLOCK
-    tensor = block_m * block_n * BLOCK_K / TENSOR_MACS_PER_CLOCK
-    return max(memory, tensor) + promotions * PROMOTE_CLOCKS * units / 2 + K_BLOCK_CLOCKS
+    promoted = promotions * constants.promote_clocks * units / (1 if pingpong else 2)
+    waits = constants.k_block_clocks + constants.ring_clocks / stages
+    return max(memory, tensor_clocks(block_m, block_n)) + promoted + waits
 
 
-def _tile_us(
-    problem: Problem,
-    schedule: Schedule,
-    phase: int,
-    weight_passes: float,
-    promotions: int,
-    gpu_ranks: int,
-) -> float:
-    """An SM's time for one tile: its K loops, or its share of memory bandwidth for its weights.
-
-    In pingpong two tiles are under way and each takes twice as long.
-    """
-    block_n = schedule.linear1_block_n if phase == 1 else schedule.linear2_block_n
-    k = problem.hidden if phase == 1 else problem.intermediate
-    loops = 256 // block_n if phase == 1 else 1
-    clocks = loops * (k // BLOCK_K) * k_block_clocks(schedule.block_m, block_n, promotions)
-    epilogue = 1.0 if schedule.pingpong else EPILOGUE[phase]
-    math_us = clocks * epilogue / (CLOCK_GHZ * 1e3)
-    weights = weight_passes * loops * block_n * k
-    memory_us = weights * schedule.num_sms * gpu_ranks / (HBM_READ_TBS * 1e6)
-    return max(math_us, memory_us)
+def tensor_clocks(block_m: int, block_n: int) -> float:
+    """Clocks in which the tensor cores work on one K block of a tile."""
+    return block_m * block_n * BLOCK_K / TENSOR_MACS_PER_CLOCK
 
 
-def _stall_us(
-    schedule: Schedule, blocks: int, touched: int, tiles: tuple[int, int], tile_us: float
-) -> float:
-    """Waits of linear2 tiles for linear1 tiles that have barely started.
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """One tile of a linear: clocks until the next can start, the hidden epilogue, bytes from L2."""
 
-    The distance between them is a wave's linear1 tiles, or `lag` blocks of them; under one round
-    of the grid the rest of a tile's time is waited for, once a wave, or in every round of the lag.
-    """
-    if blocks == 0:
-        return 0.0
-    if schedule.order == "lag":
-        distance = min(schedule.lag, blocks) * tiles[0]
-        times = blocks * sum(tiles) / schedule.num_sms
-    else:
-        in_wave = min(schedule.experts_per_wave, max(touched, 1))
-        distance = round(blocks * in_wave / max(touched, 1)) * tiles[0]
-        times = max(1.0, touched / in_wave)
-    return times * tile_us * max(0.0, 1.0 - distance / schedule.num_sms)
+    clocks: float
+    hidden_clocks: float
+    tensor: float
+    l2_bytes: float
+
+
+def _tile(
+    problem: Problem, schedule: Schedule, linear: int, promotions: int, c: Constants
+) -> _Tile:
+    block_n = schedule.linear1_block_n if linear == 1 else schedule.linear2_block_n
+    k = problem.hidden if linear == 1 else problem.intermediate
+    steps = (256 // block_n if linear == 1 else 1) * (k // BLOCK_K)
+    pingpong = schedule.pingpong
+    loop = steps * k_block_clocks(
+        schedule.block_m,
+        block_n,
+        promotions,
+        pingpong=pingpong,
+        stages=schedule.stages,
+        constants=c,
+    )
+    columns = 256 if linear == 1 else block_n
+    units = schedule.block_m * columns / (64 * 128) / (1 if pingpong else 2)
+    epilogue = units * (c.epilogue1_clocks if linear == 1 else c.epilogue2_clocks)
+    return _Tile(
+        # In pingpong it lies under the other warpgroup's K loop, where that is longer.
+        clocks=max(loop, epilogue) if pingpong else loop + epilogue,
+        hidden_clocks=epilogue if pingpong else 0.0,
+        tensor=steps * tensor_clocks(schedule.block_m, block_n),
+        l2_bytes=steps * (schedule.block_m + block_n) * BLOCK_K,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _pool(
+    counts: tuple[int, ...], block_m: int, experts_per_wave: int
+) -> tuple[tuple[int, ...], np.ndarray[Any, np.dtype[Any]]]:
+    """First pool block of every wave, with their number at the end; the rows up to each block."""
+    first, rows, ends = [0], 0, []
+    for count in counts:
+        first.append(first[-1] - (-count // block_m))
+        ends += [rows + min(count, n * block_m) for n in range(1, first[-1] - first[-2] + 1)]
+        rows += count
+    waves = [first[e] for e in range(0, len(counts), experts_per_wave)]
+    return (*waves, first[-1]), np.array(ends, float)
 
 
 def predict(
@@ -169,6 +206,7 @@ def predict(
     *,
     recipe: Recipe | None = None,
     gpu_ranks: int = 1,
+    constants: Constants | None = None,
 ) -> Prediction:
     """Predict one launch of one rank.
 
@@ -179,35 +217,80 @@ def predict(
         counts: rows each local expert receives; those of uniform routing when None.
         recipe: a group of 64 columns promotes linear2 twice a K block.
         gpu_ranks: ranks that run on the GPU at once and share its memory bandwidth.
+        constants: of the model; the built-in ones when None (`load_constants` has fitted ones).
     """
+    c = constants or BUILT_IN
     counts = uniform_counts(problem, num_tokens) if counts is None else counts
-    rows, touched = sum(counts), sum(c > 0 for c in counts)
-    blocks = sum(-(-c // schedule.block_m) for c in counts)
-    n1, n2 = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
-    # An expert's weights come from HBM once; its further pool blocks find them in L2.
-    passes = touched / max(blocks, 1)
+    rows, touched = sum(counts), sum(n > 0 for n in counts)
+    waves, row_ends = _pool(counts, schedule.block_m, schedule.experts_per_wave)
+    blocks, sms = waves[-1], schedule.num_sms
+    tiles = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     scales = (recipe or Recipe()).scales_per_k_block
-    tile1 = _tile_us(problem, schedule, 1, passes, 1, gpu_ranks)
-    tile2 = _tile_us(problem, schedule, 2, passes, scales, gpu_ranks)
-    tasks = blocks * (n1 + n2)
-    at_once = MATH_WARPS // schedule.tile_warps
-    # The last round of the grid counts as a whole one.
-    rounds = -(-tasks // (at_once * schedule.num_sms)) * at_once / tasks if tasks else 0.0
-    sms = schedule.num_sms * gpu_ranks
-    prefetched_us = (
-        sms * schedule.prefetch * 256 * BLOCK_K / (HBM_READ_TBS * 1e6) if touched else 0.0
+    tile = [_tile(problem, schedule, 1, 1, c), _tile(problem, schedule, 2, scales, c)]
+
+    l2 = [
+        blocks * n * t.l2_bytes * gpu_ranks / (c.l2_tbs * 1e6)
+        for n, t in zip(tiles, tile, strict=True)
+    ]
+    weights, h, i = problem.hidden * problem.intermediate, problem.hidden, problem.intermediate
+    # Weights once an expert; a row is read once and its result written once.
+    hbm = [
+        num_bytes * gpu_ranks / (c.hbm_tbs * 1e6)
+        for num_bytes in (
+            2 * touched * weights + rows * (h + i),
+            touched * weights + rows * (i + 2 * h),
+        )
+    ]
+
+    top_mhz = 1e3 * c.max_clock_ghz
+    pull_us_a_row = (
+        problem.hidden
+        * c.pull_latency_us
+        / (sms * schedule.row_slots * max(1, schedule.row_chunk(problem, recipe)))
     )
-    slots = schedule.num_sms * schedule.row_slots
-    pull_us = (
-        rows * problem.hidden * PULL_LATENCY_US / (slots * schedule.row_chunk(problem, recipe))
+    walk_us = walk_time(
+        waves,
+        schedule.lag,
+        tiles,
+        sms,
+        (tile[0].clocks / top_mhz, tile[1].clocks / top_mhz),
+        row_ends * pull_us_a_row,
+        tile[0].hidden_clocks / top_mhz,
     )
-    combine_bytes = 2 * problem.hidden * (rows + num_tokens)
+    if blocks:
+        walk_us += tile[1].hidden_clocks / top_mhz
+    tensor_us = sum(blocks * n * t.tensor for n, t in zip(tiles, tile, strict=True)) / sms / top_mhz
+    on_card = min(1.0, sms * gpu_ranks / CARD_SMS)
+    busy = on_card * tensor_us / max(_norm(c, walk_us, sum(hbm), sum(l2)), 1e-9)
+    mhz = top_mhz - 1e3 * c.clock_drop_ghz * busy
+    walk_us *= top_mhz / mhz
+    tiles_us = _norm(c, walk_us, sum(hbm), sum(l2))
+    alone = tuple(
+        _norm(c, -(-blocks * n // sms) * t.clocks / mhz, hbm[k], l2[k])
+        for k, (n, t) in enumerate(zip(tiles, tile, strict=True))
+    )
+    prefetched = sms * gpu_ranks * schedule.prefetch * 256 * BLOCK_K / (c.hbm_tbs * 1e6)
+    combine_bytes = 2 * problem.hidden * (rows + num_tokens) * gpu_ranks
+    linear1_us, linear2_us = (
+        blocks * n * t.clocks / sms / mhz for n, t in zip(tiles, tile, strict=True)
+    )
     return Prediction(
-        start_us=START_US - min(L2_FILL_US, prefetched_us),
-        dispatch_us=PULL_EXPOSED * pull_us,
-        linear1_us=blocks * n1 * tile1 * rounds,
-        linear2_us=blocks * n2 * tile2 * rounds,
-        stall_us=_stall_us(schedule, blocks, touched, (n1, n2), at_once * max(tile1, tile2)),
-        combine_us=combine_bytes * gpu_ranks / (COMBINE_TBS * 1e6),
-        tail_us=TAIL_US,
+        start_us=c.start_us - (min(c.l2_fill_us, prefetched) if touched else 0.0),
+        dispatch_us=c.pull_exposed * rows * pull_us_a_row,
+        linear1_us=linear1_us,
+        linear2_us=linear2_us,
+        idle_us=walk_us - linear1_us - linear2_us,
+        memory_us=tiles_us - walk_us,
+        combine_us=combine_bytes / (c.combine_tbs * 1e6),
+        tail_us=c.tail_us,
+        pull_us=rows * pull_us_a_row,
+        alone_us=(alone[0], alone[1]),
     )
+
+
+def _norm(c: Constants, *times: float) -> float:
+    longest = max(times)
+    if longest <= 0:
+        return 0.0
+    powers = sum((t / longest) ** c.overlap for t in times)
+    return longest * math.pow(powers, 1 / c.overlap)

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 
-from tl_megamoe.frozen import device_key, schedules_root
+from tl_megamoe.frozen import device_key, frozen_paths, schedules_root
 from tl_megamoe.layout import MAX_RANKS
 
 from .farm import ReportCache, package_version
@@ -70,10 +71,8 @@ def diagnose(root: Path | None = None) -> tuple[bool, list[tuple[str, str]]]:
     found += gpus or [("gpu", "none: search compiles and ranks by the cost model")]
     found.append(("real ranks", real_ranks(count_gpus())))
     found.append(("virtual ranks", virtual_ranks(os.environ)))
-    for device in sorted(p for p in root.iterdir() if p.is_dir()):
-        files = sorted(p.stem for p in device.glob("*.json"))
-        if files:
-            found.append((f"frozen for {device.name}", ", ".join(files)))
+    for device, paths in groupby(frozen_paths(root), lambda path: path.parent.name):
+        found.append((f"frozen for {device}", ", ".join(path.stem for path in paths)))
     gpu = find_gpu()
     if gpu is not None and not list((root / device_key(gpu)).glob("*.json")):
         found.append((f"frozen for {device_key(gpu)}", "none: the built-in default runs"))

@@ -2,18 +2,26 @@
 
 A report on disk beside tilelang's kernel cache stands for a finished compile: a GPU machine that is
 handed both compiles nothing.
+
+A compile that the machine may have spoilt (its process was killed, or it ran out of time beside
+others) is tried once more, alone, after all others; only the second try counts.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import json
 import logging
 import os
 import queue
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import tokenize
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +31,7 @@ import tl_megamoe
 from tl_megamoe.kernel import KernelReport, KernelSpec
 
 from .child import Child, ChildDied, ChildError, ChildTimeout
-from .table import write_atomically
+from .duplicates import launch_key as launch_key
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +48,17 @@ KERNEL_SOURCES = (
 )
 """Files of the package that decide what a kernel is."""
 
+REPORTS = "tl_megamoe/reports"
+"""Folder of the reports within tilelang's cache."""
+
 NOT_BUILT = "not_built"
 """Status of a kernel that was asked for prebuilt and is not there; never written to a table."""
+
+OUT_OF_MEMORY = re.compile(
+    r"MemoryError|\bKilled\b|signal 9\b|[Cc]annot allocate memory|[Oo]ut of memory"
+    r"|exit (?:code|status) (?:-9|137)\b"
+)
+"""What compilers and Python say when the machine, not the kernel, is at fault."""
 
 Build = Callable[[KernelSpec], KernelReport]
 
@@ -54,12 +71,21 @@ class BuildResult:
         status: `ok`, `compile_error`, `spilled`, `no_wgmma`, `serialized_wgmma`, `timeout`, or
             `NOT_BUILT`.
         report: what ptxas said; None when there is no kernel.
-        reason: why the status is not ok.
+        reason: why the status is not ok, and whether it took a second try.
     """
 
     status: str
     report: KernelReport | None = None
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of a compile; `transient` when the machine may be at fault and not the kernel."""
+
+    spec: KernelSpec
+    result: BuildResult
+    transient: bool = False
 
 
 def build_kernel(spec: KernelSpec) -> KernelReport:
@@ -91,13 +117,60 @@ def classify(spec: KernelSpec, report: KernelReport) -> BuildResult:
 
 @lru_cache(maxsize=1)
 def kernel_digest() -> str:
-    """Digest of the sources that decide what a kernel is, and of tilelang's version."""
+    """Digest of the code that decides what a kernel is, and of tilelang's version.
+
+    Comments, docstrings and blank lines do not count: a text without them makes the same kernels.
+    """
     root = Path(str(tl_megamoe.__file__)).parent
     digest = hashlib.sha256(package_version("tilelang").encode())
     for pattern in KERNEL_SOURCES:
         for path in sorted(root.glob(pattern)):
-            digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+            code = code_of(path.read_text(encoding="utf-8"))
+            digest.update(f"{path.relative_to(root).as_posix()}\n{code}".encode())
     return digest.hexdigest()[:12]
+
+
+def code_of(text: str) -> str:
+    """Python text without comments, docstrings and blank lines.
+
+    Cut from the text by place, not printed from its tree: every Python version cuts the same. What
+    stands inside other strings stays as it is: it may be CUDA.
+    """
+    lines = text.split("\n")
+    cuts: list[tuple[int, int, int | None]] = []  # row, first and last column
+    inside: set[int] = set()  # rows that end within a string
+    open_rows: list[int] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind, row = tokenize.tok_name[token.type], token.start[0] - 1
+        if kind == "COMMENT":
+            cuts.append((row, token.start[1], None))
+        elif kind == "STRING":
+            inside.update(range(row, token.end[0] - 1))
+        elif kind in ("FSTRING_START", "TSTRING_START"):  # a plain STRING before Python 3.12
+            open_rows.append(row)
+        elif kind in ("FSTRING_END", "TSTRING_END"):
+            inside.update(range(open_rows.pop(), token.end[0] - 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+                start = _column(lines[first], node.col_offset)
+                end = _column(lines[last], node.end_col_offset or 0)
+                for row in range(first, last + 1):
+                    cuts.append((row, start if row == first else 0, end if row == last else None))
+                inside -= set(range(first, last))
+    for row, start, stop in sorted(cuts, key=lambda cut: cut[:2], reverse=True):
+        lines[row] = lines[row][:start] + ("" if stop is None else lines[row][stop:])
+    return "\n".join(
+        line if row in inside else line.rstrip()
+        for row, line in enumerate(lines)
+        if row in inside or line.strip()
+    )
+
+
+def _column(line: str, offset: int) -> int:
+    """Characters before a place that ast gives in bytes."""
+    return len(line.encode()[:offset].decode())
 
 
 def package_version(name: str) -> str:
@@ -108,27 +181,29 @@ def package_version(name: str) -> str:
         return ""
 
 
+def cache_root() -> Path:
+    """Folder of tilelang's kernel cache: TILELANG_CACHE_DIR, or ~/.tilelang/cache."""
+    return Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+
+
 class ReportCache:
     """KernelReports on disk, a JSON file for each kernel.
 
     Args:
-        root: a folder; None means tl_megamoe/reports in tilelang's cache (TILELANG_CACHE_DIR, or
-            ~/.tilelang/cache).
+        root: a folder; None means `REPORTS` in `cache_root()`.
     """
 
     def __init__(self, root: Path | None = None):
-        if root is None:
-            home = Path.home() / ".tilelang" / "cache"
-            root = Path(os.environ.get("TILELANG_CACHE_DIR") or home) / "tl_megamoe" / "reports"
-        self.root = root
+        self.root = root or cache_root() / REPORTS
 
-    def _path(self, spec: KernelSpec) -> Path:
+    def path_of(self, spec: KernelSpec) -> Path:
+        """The file of a kernel's report, whether it is there or not."""
         key = json.dumps([kernel_digest(), describe_spec(spec)], sort_keys=True)
         return self.root / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def get(self, spec: KernelSpec) -> KernelReport | None:
         """The report of a kernel built before from the same sources; None if there is none."""
-        path = self._path(spec)
+        path = self.path_of(spec)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             values = dict(data["report"])
@@ -141,8 +216,10 @@ class ReportCache:
 
     def put(self, spec: KernelSpec, report: KernelReport) -> None:
         """Keep a report."""
+        from .table import write_atomically  # pandas, which compile processes do without
+
         data = {"spec": describe_spec(spec), "report": asdict(report)}
-        write_atomically(self._path(spec), json.dumps(data, indent=1) + "\n")
+        write_atomically(self.path_of(spec), json.dumps(data, indent=1) + "\n")
 
 
 def describe_spec(spec: KernelSpec) -> dict[str, Any]:
@@ -169,6 +246,41 @@ class _Builder:
         return self.build(spec)
 
 
+class _Nursery:
+    """The compile processes of a run; none starts once they have been killed."""
+
+    def __init__(self, build: Build):
+        self.closed = False
+        self._build = build
+        self._children: set[Child] = set()
+        self._lock = threading.Lock()
+
+    def start(self) -> Child:
+        with self._lock:
+            if self.closed:
+                raise RuntimeError("the run has ended")
+            child = Child(_Builder, (self._build,))
+            self._children.add(child)
+            return child
+
+    def forget(self, child: Child) -> None:
+        with self._lock:
+            self._children.discard(child)
+
+    def kill(self) -> None:
+        with self._lock:
+            self.closed = True
+            children = list(self._children)
+        for child in children:
+            child.end()
+
+
+def after_retry(first: BuildResult, second: BuildResult) -> BuildResult:
+    """The outcome of a kernel that was compiled twice: the second, with both reasons."""
+    tried = f"compiled a second time, alone; the first time: {first.reason}"
+    return replace(second, reason=f"{second.reason}; {tried}" if second.reason else tried)
+
+
 class Farm:
     """Compile processes and the report cache.
 
@@ -178,6 +290,9 @@ class Farm:
         timeout_s: bound of one compile, after which its process is killed.
         cache: where reports are kept.
         prebuilt: never compile; a kernel without a report is `NOT_BUILT`.
+
+    Attributes:
+        results: the outcome of every kernel of all runs, by `KernelSpec.key()`.
     """
 
     def __init__(
@@ -194,6 +309,7 @@ class Farm:
         self.timeout_s = timeout_s
         self.cache = cache or ReportCache()
         self.prebuilt = prebuilt
+        self.results: dict[KernelSpec, BuildResult] = {}
 
     def run(
         self,
@@ -212,75 +328,87 @@ class Farm:
         results: dict[KernelSpec, BuildResult] = {}
         todo: list[KernelSpec] = []
 
-        def done(key: KernelSpec, result: BuildResult) -> None:
-            results[key] = result
+        def done(spec: KernelSpec, result: BuildResult, built: bool = True) -> None:
+            if built and result.report is not None:
+                self.cache.put(spec, result.report)
+            results[spec.key()] = self.results[spec.key()] = result
             if on_done is not None:
-                on_done(key, result)
+                on_done(spec.key(), result)
 
         for spec in {spec.key(): spec for spec in specs}.values():
             report = self.cache.get(spec)
             if report is not None:
-                done(spec.key(), classify(spec, report))
+                done(spec, classify(spec, report), built=False)
             elif self.prebuilt:
-                done(spec.key(), BuildResult(NOT_BUILT))
+                done(spec, BuildResult(NOT_BUILT), built=False)
             else:
                 todo.append(spec)
-        for spec, result in self._compile(todo):
-            if result.report is not None:
-                self.cache.put(spec, result.report)
-            done(spec.key(), result)
+        doubtful: dict[KernelSpec, BuildResult] = {}
+        # Closed here, so that no process outlives this call, whatever ends it.
+        with closing(self._attempts(todo, self.jobs)) as attempts:
+            for first in attempts:
+                if first.transient:
+                    doubtful[first.spec] = first.result
+                else:
+                    done(first.spec, first.result)
+        with closing(self._attempts(list(doubtful), 1)) as attempts:
+            for second in attempts:
+                done(second.spec, after_retry(doubtful[second.spec], second.result))
         return results
 
-    def _compile(self, specs: list[KernelSpec]) -> Iterator[tuple[KernelSpec, BuildResult]]:
-        """Yield (spec, result) as they finish."""
+    def try_once(self, specs: list[KernelSpec]) -> list[Attempt]:
+        """Compile specs with no second try, as a node of a cluster does for its driver."""
+        with closing(self._attempts(specs, self.jobs)) as attempts:
+            found = list(attempts)
+        for attempt in found:
+            if attempt.result.report is not None:
+                self.cache.put(attempt.spec, attempt.result.report)
+        return found
+
+    def _attempts(self, specs: list[KernelSpec], jobs: int) -> Generator[Attempt, None, None]:
+        """Try every spec once, `jobs` at a time, and yield the attempts as they finish."""
         todo: queue.SimpleQueue[KernelSpec] = queue.SimpleQueue()
-        finished: queue.SimpleQueue[tuple[KernelSpec, BuildResult]] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[Attempt] = queue.SimpleQueue()
         for spec in specs:
             todo.put(spec)
-        children: set[Child] = set()
-        stop = threading.Event()
+        nursery = _Nursery(self.build)
 
         def work() -> None:
             child: Child | None = None
-            while not stop.is_set():
+            while not nursery.closed:
                 try:
                     spec = todo.get_nowait()
                 except queue.Empty:
                     break
-                result: BuildResult | None
                 try:
-                    if child is None:
-                        child = Child(_Builder, (self.build,))
-                        children.add(child)
-                    result = self._build_one(child, spec)
+                    child = child or nursery.start()
+                    attempt, lives = self._try(child, spec)
                 except Exception as error:  # a spec is answered whatever happens to its thread
-                    result = BuildResult("compile_error", None, f"{type(error).__name__}: {error}")
-                if result is None or result.status == "timeout":
-                    if child is not None:
-                        children.discard(child)
+                    reason = f"{type(error).__name__}: {error}"
+                    lives = child is not None
+                    attempt = Attempt(spec, BuildResult("compile_error", None, reason), not lives)
+                if child is not None and not lives:
+                    nursery.forget(child)
                     child = None
-                    result = result or BuildResult("compile_error", None, "the compiler crashed")
-                finished.put((spec, result))
+                finished.put(attempt)
             if child is not None:
                 child.close()
+                nursery.forget(child)
 
-        threads = [
-            threading.Thread(target=work, daemon=True) for _ in range(min(self.jobs, len(specs)))
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(specs)))]
         try:
+            for thread in threads:
+                thread.start()
             for _ in specs:
                 yield self._next(finished, threads)
         finally:
-            stop.set()
-            for child in list(children):
-                child.kill()
+            nursery.kill()
+            for thread in threads:
+                if thread.ident is not None:  # it was started
+                    thread.join(10.0)
 
     @staticmethod
-    def _next(
-        finished: queue.SimpleQueue[tuple[KernelSpec, BuildResult]], threads: list[threading.Thread]
-    ) -> tuple[KernelSpec, BuildResult]:
+    def _next(finished: queue.SimpleQueue[Attempt], threads: list[threading.Thread]) -> Attempt:
         while True:
             alive = any(thread.is_alive() for thread in threads)
             try:
@@ -289,14 +417,18 @@ class Farm:
                 if not alive:
                     raise RuntimeError("the compile threads ended early") from None
 
-    def _build_one(self, child: Child, spec: KernelSpec) -> BuildResult | None:
-        """None when the compile process died."""
+    def _try(self, child: Child, spec: KernelSpec) -> tuple[Attempt, bool]:
+        """Compile in a process, and say whether the process lives."""
         try:
-            return classify(spec, child.call("run", spec, timeout_s=self.timeout_s))
+            report = child.call("run", spec, timeout_s=self.timeout_s)
+            return Attempt(spec, classify(spec, report)), True
         except ChildTimeout:
-            return BuildResult("timeout", None, f"compiling took over {self.timeout_s:g} s")
-        except ChildError as error:
-            return BuildResult("compile_error", None, f"{error.kind}: {error}"[-1500:])
+            reason = f"compiling took over {self.timeout_s:g} s"
+            return Attempt(spec, BuildResult("timeout", None, reason), True), False
         except ChildDied as error:
-            logger.warning("compile of %s: %s", spec.schedule.name, error)
-            return None
+            reason = f"the compiler crashed: {error}"
+            return Attempt(spec, BuildResult("compile_error", None, reason), True), False
+        except ChildError as error:
+            reason = f"{error.kind}: {error}"[-1500:]
+            transient = OUT_OF_MEMORY.search(reason) is not None
+            return Attempt(spec, BuildResult("compile_error", None, reason), transient), True

@@ -2,12 +2,18 @@
 
 A space is a TOML file. `[product]` gives a range for each field and means their product; `[[base]]`
 points with `[vary]` ranges mean one changed field at a time around each base. A file may hold both.
-Validity is `Schedule.violations` alone: nothing here knows a rule. `num_sms` of a file is meant for
-the whole GPU: virtual ranks, which share one, each get their part of it.
+`extends` names a space, or a file beside this one, to start from: a range of this file replaces
+those that hold one of its fields, in the same table; its bases replace the bases.
+
+A key may tie fields that change together. `experts_per_wave` also takes the words "all" (of the
+local experts), "divisors" and "divisors>=N" (at least N of them). Validity is `Schedule.violations`
+alone: nothing here knows a rule. `num_sms` of a file is meant for the whole GPU: virtual ranks,
+which share one, each get their part of it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +27,7 @@ from tl_megamoe.problem import Problem, divisors_of
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
 
+from .constants import Constants
 from .cost import predict
 
 if sys.version_info >= (3, 11):
@@ -34,6 +41,8 @@ _DEFAULTS = Schedule().to_dict()
 _WORDS = {name: get_args(hint) for name, hint in get_type_hints(Schedule).items() if get_args(hint)}
 """The words that a field takes, of fields that take words."""
 
+_DIVISORS = re.compile(r"divisors(?:>=(\d+))?")
+
 Point = dict[str, Any]
 Range = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
 """Fields that change together, and their values."""
@@ -41,7 +50,7 @@ Range = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A parsed space file. `experts_per_wave` may still be the word `divisors` or `all`.
+    """A parsed space file. `experts_per_wave` may still be a word.
 
     Attributes:
         name: how it was asked for.
@@ -65,7 +74,9 @@ class Candidates:
         pinned: candidates that no limit removes: `default`, `classic` and, if given, `frozen`.
         num_points: distinct points of the space before the rules.
         num_rejected: points that broke at least one rule.
-        rejections: field named by the broken rule -> points it rejected.
+        rejections: rule (`schedule.RULES`) -> points that break it, the most first.
+        sole: rule -> points that break no other one: what the space would gain without it.
+        examples: rule -> what it says of one of those points, or of one that breaks others too.
     """
 
     schedules: tuple[Schedule, ...]
@@ -73,6 +84,8 @@ class Candidates:
     num_points: int
     num_rejected: int
     rejections: dict[str, int]
+    sole: dict[str, int]
+    examples: dict[str, str]
 
 
 def load_space(source: str) -> Space:
@@ -80,43 +93,85 @@ def load_space(source: str) -> Space:
 
     Raises:
         ValueError: unknown name, unreadable file, unknown field, a value of the wrong type or a
-            word that its field does not know.
+            word that its field does not know, or files that extend each other in a circle.
     """
-    path = Path(source)
-    if source in NAMED_SPACES:
-        path = Path(str(schedules_package.__file__)).parent / "space" / f"{source}.toml"
-    elif path.suffix != ".toml":
-        raise ValueError(
-            f"space {source!r} is neither one of {', '.join(NAMED_SPACES)} nor a .toml file"
-        )
+    return _load(source, source, None, ())
+
+
+def _load(name: str, source: str, folder: Path | None, chain: tuple[Path, ...]) -> Space:
+    path = _path_of(source, folder)
+    if path.resolve() in chain:
+        circle = " -> ".join(p.name for p in (*chain, path))
+        raise ValueError(f"space file {chain[0]}: extends in a circle: {circle}")
+    chain = (*chain, path.resolve())
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"space file {path}: {error}") from error
-    unknown = sorted(set(data) - {"product", "base", "vary"})
+    unknown = sorted(set(data) - {"extends", "product", "base", "vary"})
     if unknown:
         raise ValueError(
             f"space file {path}: unknown {', '.join(unknown)}. "
-            "Tables: [product], and [[base]] with [vary]."
+            "Known: extends, [product], and [[base]] with [vary]."
         )
+    parent = Space(name, (), (), ())
+    if "extends" in data:
+        if not isinstance(data["extends"], str):
+            raise ValueError(f"space file {path}: extends={data['extends']!r} must be one name")
+        try:
+            parent = _load(name, data["extends"], path.parent, chain)
+        except ValueError as error:
+            raise ValueError(f"space file {path}, extends: {error}") from error
     bases = data.get("base", [])
     if not isinstance(bases, list):
         raise ValueError(f"space file {path}: write base points as [[base]] tables")
-    if not data.get("product") and not bases:
-        raise ValueError(f"space file {path} holds neither [product] nor [[base]]")
-    return Space(
-        name=source,
-        product=tuple(_range(path, k, v) for k, v in data.get("product", {}).items()),
-        bases=tuple(_base(path, base) for base in bases),
-        vary=tuple(_range(path, k, v) for k, v in data.get("vary", {}).items()),
+    space = Space(
+        name=name,
+        product=_ranges(path, data, "product", parent.product),
+        bases=tuple(_base(path, base) for base in bases) or parent.bases,
+        vary=_ranges(path, data, "vary", parent.vary),
     )
+    if not space.product and not space.bases:
+        raise ValueError(f"space file {path} holds neither [product] nor [[base]]")
+    return space
+
+
+def _path_of(source: str, folder: Path | None) -> Path:
+    """A space's file; `folder` is that of the file that extends it."""
+    if source in NAMED_SPACES:
+        return Path(str(schedules_package.__file__)).parent / "space" / f"{source}.toml"
+    if Path(source).suffix != ".toml":
+        raise ValueError(
+            f"space {source!r} is neither one of {', '.join(NAMED_SPACES)} nor a .toml file"
+        )
+    return (folder or Path()) / source
+
+
+def _ranges(
+    path: Path, data: dict[str, Any], table: str, inherited: tuple[Range, ...]
+) -> tuple[Range, ...]:
+    """A table's ranges behind those it inherits, less those that share a field with its own."""
+    found = data.get(table, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"space file {path}: write {table} as a [{table}] table")
+    own = tuple(_range(path, key, values) for key, values in found.items())
+    taken = [name for names, _ in own for name in names]
+    twice = sorted({name for name in taken if taken.count(name) > 1})
+    if twice:
+        raise ValueError(f"space file {path}: [{table}] has two ranges of {', '.join(twice)}")
+    return (*(r for r in inherited if not set(r[0]) & set(taken)), *own)
 
 
 def _range(path: Path, key: str, values: Any) -> Range:
     names = tuple(name.strip() for name in key.split(","))
     _check_names(path, names)
-    if names == ("experts_per_wave",) and values == "divisors":
-        return names, (("divisors",),)
+    if names == ("experts_per_wave",) and isinstance(values, str):
+        if _DIVISORS.fullmatch(values):
+            return names, ((values,),)
+        raise ValueError(
+            f"space file {path}: experts_per_wave={values!r} must be a list of values, "
+            '"divisors" or "divisors>=N"'
+        )
     if not isinstance(values, list) or not values:
         raise ValueError(f"space file {path}: {key}={values!r} must be a list of values")
     rows = []
@@ -164,15 +219,17 @@ def _check_value(path: Path, name: str, value: Any) -> None:
         raise ValueError(f"space file {path}: {name}={value!r} must be one of {', '.join(words)}")
 
 
-def _choices(ranges: tuple[Range, ...], problem: Problem) -> list[list[Point]]:
-    """Every range as a list of field updates, words replaced by numbers."""
+def choices(ranges: tuple[Range, ...], problem: Problem) -> list[list[Point]]:
+    """Every range as a list of field updates, divisors as numbers; `all` stays a word."""
     local = problem.num_local_experts
     out = []
     for names, rows in ranges:
         updates: list[Point] = []
         for row in rows:
-            if row == ("divisors",):
-                updates += [{"experts_per_wave": d} for d in divisors_of(local)]
+            word = _DIVISORS.fullmatch(str(row[0])) if names == ("experts_per_wave",) else None
+            if word is not None:
+                least = int(word[1] or 1)
+                updates += [{"experts_per_wave": d} for d in divisors_of(local) if d >= least]
             else:
                 updates.append(dict(zip(names, row, strict=True)))
         out.append(updates)
@@ -181,7 +238,7 @@ def _choices(ranges: tuple[Range, ...], problem: Problem) -> list[list[Point]]:
 
 def _points(space: Space, problem: Problem) -> Iterator[Point]:
     if space.product:
-        for combination in product(*_choices(space.product, problem)):
+        for combination in product(*choices(space.product, problem)):
             point = dict(_DEFAULTS)
             for update in combination:
                 point.update(update)
@@ -189,7 +246,7 @@ def _points(space: Space, problem: Problem) -> Iterator[Point]:
     for base in space.bases:
         start = {**_DEFAULTS, "experts_per_wave": "all", **base}
         yield start
-        for updates in _choices(space.vary, problem):
+        for updates in choices(space.vary, problem):
             for update in updates:
                 yield {**start, **update}
 
@@ -227,6 +284,8 @@ def enumerate_candidates(
     valid = dict.fromkeys(pinned.values())
     seen: set[Schedule] = set()
     rejected: Counter[str] = Counter()
+    sole: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     num_rejected = 0
     for point in _points(space, problem):
         if point["order"] == "lag" or point["experts_per_wave"] == "all":
@@ -238,15 +297,25 @@ def enumerate_candidates(
         violations = schedule.violations(problem, recipe)
         if violations:
             num_rejected += 1
-            rejected.update({rule_of(v) for v in violations})
+            rules = {v.rule: v for v in violations}
+            rejected.update(rules.keys())
+            for rule, text in rules.items():
+                if len(rules) == 1:
+                    if not sole[rule]:
+                        examples[rule] = str(text)
+                    sole[rule] += 1
+                examples.setdefault(rule, str(text))
         else:
             valid[schedule] = None
-    return Candidates(tuple(valid), pinned, len(seen), num_rejected, dict(rejected.most_common()))
-
-
-def rule_of(violation: str) -> str:
-    """The field that a violation is about: its first word."""
-    return violation.split("=")[0].split()[0]
+    return Candidates(
+        schedules=tuple(valid),
+        pinned=pinned,
+        num_points=len(seen),
+        num_rejected=num_rejected,
+        rejections=dict(rejected.most_common()),
+        sole={rule: sole[rule] for rule in rejected},
+        examples=examples,
+    )
 
 
 def best_by_model(
@@ -257,8 +326,14 @@ def best_by_model(
     *,
     recipe: Recipe | None = None,
     gpu_ranks: int = 1,
+    constants: Constants | None = None,
 ) -> list[Schedule]:
     """Candidates by predicted time, the best first; with a limit the pinned ones always stay.
+
+    Args:
+        candidates: from `enumerate_candidates`.
+        problem, num_tokens, recipe, gpu_ranks, constants: as for `cost.predict`.
+        limit: most candidates; None for all.
 
     Raises:
         ValueError: a limit below 1.
@@ -267,7 +342,14 @@ def best_by_model(
         raise ValueError(f"limit={limit} must be at least 1 candidate")
 
     def key(schedule: Schedule) -> tuple[float, str]:
-        found = predict(problem, schedule, num_tokens, recipe=recipe, gpu_ranks=gpu_ranks)
+        found = predict(
+            problem,
+            schedule,
+            num_tokens,
+            recipe=recipe,
+            gpu_ranks=gpu_ranks,
+            constants=constants,
+        )
         return found.total_us, schedule.name
 
     ranked = sorted(candidates.schedules, key=key)

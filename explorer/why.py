@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tl_megamoe.device.walk import first_blocks, walk_order
 from tl_megamoe.layout import make_layout
@@ -60,11 +61,36 @@ def explain(
             lines.append(f"recipe    measured with {measured}, and serves {recipe} too")
         if found.entry.evidence.get("kernel") != kernel_digest():
             lines.append(f"measured  with another kernel than this one ({kernel_digest()})")
-        for name, value in found.entry.evidence.items():
-            lines.append(f"  {name:<18} {value}")
+        lines += _evidence(found.entry.evidence)
     for name, value in found.schedule.to_dict().items():
         lines.append(f"  {name:<18} {value}")
     return "\n".join(lines)
+
+
+def _evidence(evidence: dict[str, Any]) -> list[str]:
+    """What the entry rests on, and a line for each token count that was confirmed for it."""
+    lines = [
+        f"  {name:<18} {value}" for name, value in evidence.items() if name != "cells" and value
+    ]
+    for cell in evidence.get("cells", []):
+        parts = [f"{cell['num_tokens']} tokens"]
+        if cell.get("median_us") is not None:
+            parts.append(f"{cell['median_us']:.1f} us")
+        if cell.get("ratio_to_floor") is not None:
+            parts.append(f"{cell['ratio_to_floor']:.3f} of the floor")
+        if "num_observations" in cell:
+            parts.append(
+                f"{cell['num_observations']} observations of {cell['num_seeds']} seeds, spread "
+                f"{cell['spread']:.2%}"
+            )
+        if "margin" in cell:
+            word = "faster" if cell["margin"] >= 0 else "slower"
+            parts.append(
+                f"{abs(cell['margin']):.2%} {word} than {cell['runner_up']} (spread of that "
+                f"{cell['margin_spread']:.2%})"
+            )
+        lines.append(f"measured  {', '.join(parts)}")
+    return lines
 
 
 def _walk_of(problem: Problem, schedule: Schedule, capacity: int, num_tokens: int) -> str:

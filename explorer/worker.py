@@ -1,130 +1,79 @@
 """The GPU side of a search: weights and buffers of a problem, made once; checks and timing.
 
 Runs in a child process (`child.Child`), so that a kernel that hangs or breaks the CUDA context
-costs one candidate and not the search.
+costs one candidate and not the search. Where each rank has a GPU, each has a worker (real_ranks.py)
+and all workers get the same calls: every step of a check ends where all ranks hear of a failure of
+one, so that none waits for a launch that does not come.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from tl_megamoe import metrics, reference
+from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.device.walk import first_blocks
 from tl_megamoe.kernel import CompiledKernel, KernelSpec, compile_kernel
-from tl_megamoe.problem import Problem
-from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
+from tl_megamoe.synthetic import Inputs, random_inputs, random_weights
+from tl_megamoe.timeouts import MegaMoeTimeout, check_reports
+from tl_megamoe.virtual import VirtualGroup, ensure_connections
+from tl_megamoe.weights import transform_weights
 
+from . import gpu_state
 from .farm import quiet_tilelang
+from .messages import STAGES as STAGES
+from .messages import CellInfo as CellInfo
+from .messages import CheckResult as CheckResult
+from .messages import WorkerConfig as WorkerConfig
+from .messages import kernel_specs as kernel_specs
+from .messages import merge_checks
+from .messages import phases_of as phases_of
 from .protocol import NUM_SETS, Block, CudaBench, Rules
+from .ranks import OneRank, RankFailed, Ranks, VirtualRanks, open_ranks
 
 if TYPE_CHECKING:
-    import torch
-
-    from tl_megamoe.virtual import VirtualGroup
+    from tl_megamoe.reference import Comparison
     from tl_megamoe.weights import MoEWeights, PlainWeights
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-STAGES = ("dispatch", "linear1", "linear2", "combine")
-"""The stand-alone phases in the order in which they make a layer."""
 KERNEL_TIMEOUT_S = 5.0
 """Bound of a wait inside a kernel; the child's own deadline is longer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
-    """What a worker is built for; travels to the child.
-
-    Attributes:
-        problem: the layer as it runs.
-        capacity: tokens of a rank's buffer.
-        rank_mode: `one`, or `virtual`: the ranks of `problem` share the GPU.
-        phase: `fused` or one stand-alone phase.
-        seed: of weights and inputs.
-    """
-
-    problem: Problem
-    capacity: int
-    recipe: Recipe
-    rank_mode: str = "one"
-    phase: str = "fused"
-    seed: int = 0
-    rules: Rules = Rules()
-
-    def __post_init__(self) -> None:
-        if self.rank_mode not in ("one", "virtual"):
-            raise ValueError(
-                f"rank_mode={self.rank_mode!r} of a worker must be 'one' or 'virtual': it has one "
-                "GPU"
-            )
-        if self.rank_mode == "one" and self.problem.num_ranks != 1:
-            raise ValueError(
-                f"num_ranks={self.problem.num_ranks} of problem {self.problem.name!r} with "
-                "rank_mode='one': pass problem.one_rank(), or rank_mode='virtual'"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class CellInfo:
-    """The routing of a cell, over all ranks of the GPU.
-
-    Attributes:
-        touched: experts that receive a row.
-        pairs: routes.
-        max_remote_pairs: routes that the busiest rank receives from other ranks.
-    """
-
-    touched: int
-    pairs: int
-    max_remote_pairs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """What the check before timing found; `observation` says how far off the result was."""
-
-    status: str
-    observation: str = ""
-    reason: str = ""
-    context_lost: bool = False
-
-
-def phases_of(phase: str) -> tuple[str, ...]:
-    """The kernels that a candidate needs: a stand-alone phase is fed by the phases before it."""
-    return ("fused",) if phase == "fused" else STAGES
-
-
-def kernel_specs(config: WorkerConfig, schedule: Schedule) -> dict[str, KernelSpec]:
-    """The kernels of a candidate by phase."""
-    return {
-        phase: KernelSpec(
-            problem=config.problem,
-            schedule=schedule,
-            capacity=config.capacity,
-            phase=phase,
-            recipe=config.recipe,
-        )
-        for phase in phases_of(config.phase)
-    }
+CHECKED_TOKENS = 1024
+"""Tokens of a cell that are compared with the reference, drawn by the seed where there are more: in
+float32, a K block at a time, all 8192 of a large layer would take seconds for every seed. 1024 put
+many rows into each expert's pool blocks. The other tokens must be finite and equal to the bit from
+launch to launch."""
 
 
 class Worker:
     """Weights and buffers on the GPU, and the candidates of the current cell.
 
     The three sets share one routing, so that the touched experts are those of every launch, and
-    differ in tokens, weights and memory. A set holds a buffer and weights for each rank; a launch
-    of several ranks is one fork and join of their streams.
+    differ in tokens, weights and memory. A set holds a buffer and weights for each rank of this
+    process; a launch of virtual ranks is one fork and join of their streams.
 
     Attributes:
-        buffers, weights: by set, then rank.
-        outputs: by set, (ranks x tokens, hidden) bf16, the tokens of rank 0 first.
+        sets: the ranks of each set; `ranks` are those of the first.
+        buffers, weights: by set, those of the ranks here, the lowest rank first.
+        outputs: by set, (ranks here x tokens, hidden) bf16, the tokens of the lowest rank first.
         plain: weights of all experts of set 0, for the reference.
-        received: rows that each local expert of each rank receives in this cell.
+        received: rows that each local expert of each rank, here or not, receives in this cell.
+        checked: (up to CHECKED_TOKENS,) int64, rows of `outputs` that `expected` holds.
+
+    Args:
+        config: what to build.
+        device: where; a CUDA device, or `cpu` in tests.
+        compile_spec: makes a kernel; tests pass a fake.
+        bench: times; a `CudaBench` when None.
+        open_sets: makes the ranks of the sets.
     """
 
     def __init__(
@@ -134,152 +83,117 @@ class Worker:
         device: str = "cuda",
         compile_spec: Callable[[KernelSpec], CompiledKernel] = compile_kernel,
         bench: CudaBench | None = None,
-        make_group: Callable[[int], VirtualGroup] | None = None,
+        open_sets: Callable[[WorkerConfig, str], list[Ranks]] | None = None,
     ):
-        import torch
-
-        from tl_megamoe.buffer import SymmBuffer
-        from tl_megamoe.synthetic import random_weights
-        from tl_megamoe.virtual import VirtualGroup
-
-        self._torch = torch
         self._device = device
         self._compile = compile_spec
         self.config = config
         problem = config.problem
         self.num_ranks = problem.num_ranks
-        self.group = None
-        if config.rank_mode == "virtual":
-            self.group = (make_group or partial(VirtualGroup, device=device))(self.num_ranks)
         seed = NUM_SETS * config.seed
         self.plain = random_weights(replace(problem, num_ranks=1), device, seed)
-        self.weights = [
-            [self._rank_weights(index, rank, seed + index) for rank in range(self.num_ranks)]
-            for index in range(NUM_SETS)
-        ]
-        options: dict[str, Any] = {"timeout_s": KERNEL_TIMEOUT_S, "recipe": config.recipe}
+        self.sets = (open_sets or open_rank_sets)(config, device)
+        self.ranks = self.sets[0]
         self.buffers: list[tuple[SymmBuffer, ...]] = [
-            (SymmBuffer(problem, config.capacity, device, **options),)
-            if self.group is None
-            else self.group.buffers(problem, config.capacity, **options)
-            for _ in range(NUM_SETS)
+            tuple(ranks.buffers[rank] for rank in ranks.here) for ranks in self.sets
+        ]
+        self.weights = [
+            [self._rank_weights(index, rank, seed + index) for rank in self.ranks.here]
+            for index in range(NUM_SETS)
         ]
         self.bench = bench or CudaBench({}, rules=config.rules)
         self.bench.prepare = self._prepare
+        self.bench.agree = self._agree
+        self.bench.meet = self._meet
         self.schedules: dict[str, Schedule] = {}
         self.kernels: dict[str, dict[str, CompiledKernel]] = {}
         self.results: dict[str, torch.Tensor] = {}
         self.num_tokens = 0
         self.received: list[list[int]] = []
         self.outputs: list[torch.Tensor] = []
+        self.checked: torch.Tensor | None = None
         self.expected: torch.Tensor | None = None
 
     def describe(self) -> dict[str, str]:
-        """Names and versions for the table."""
-        torch = self._torch
-        return {"device": str(torch.cuda.get_device_name()), "torch": str(torch.__version__)}
+        """Names and versions for the table; `card` is anonymous, empty where it is not known."""
+        on_gpu = self._device != "cpu"
+        uuid = gpu_state.device_uuid(self.ranks.device) if on_gpu else ""
+        return {
+            "device": str(torch.cuda.get_device_name(self.ranks.device)) if on_gpu else "cpu",
+            "torch": str(torch.__version__),
+            "card": gpu_state.card_id(uuid),
+            "driver": gpu_state.driver_version() if on_gpu else "",
+        }
 
-    def cell(self, num_tokens: int, routing: str) -> CellInfo:
-        """Start a cell: inputs into the three buffers, the reference of the first."""
-        from tl_megamoe.synthetic import random_inputs
+    def cell(
+        self,
+        num_tokens: int,
+        routing: str,
+        seed: int | None = None,
+        rules: Rules | None = None,
+    ) -> CellInfo:
+        """Start a cell: inputs into the three buffers, the reference of the first.
 
-        torch, config, device = self._torch, self.config, self._device
+        Candidates are forgotten; their kernels stay loaded in this process.
+
+        Args:
+            num_tokens: of each rank.
+            routing: as for `random_inputs`.
+            seed: of routing and inputs; `config.seed` when None.
+            rules: of the blocks of this cell; `config.rules` when None.
+        """
+        config, device = self.config, self._device
         for name in list(self.schedules):
             self.drop(name)
+        seed = config.seed if seed is None else seed
+        self.bench.rules = rules or config.rules
         self.num_tokens = num_tokens
-        self.expected, self.outputs = None, []
+        self.expected, self.checked, self.outputs = None, None, []
         # One draw for all ranks: they differ in their tokens and share the popular experts.
         whole = replace(config.problem, num_ranks=1)
         total = self.num_ranks * num_tokens
-        routed = random_inputs(whole, total, routing, 0.0, config.seed, device)
+        routed = random_inputs(whole, total, routing, 0.0, seed, device)
+        shape = (len(self.ranks.here) * num_tokens, config.problem.hidden)
         for index, buffers in enumerate(self.buffers):
-            seed = config.seed + 1 + index
-            inputs = random_inputs(whole, total, routing, 0.0, seed, device)
-            for rank, buffer in enumerate(buffers):
+            inputs = random_inputs(whole, total, routing, 0.0, seed + 1 + index, device)
+            inputs = replace(inputs, topk_idx=routed.topk_idx, topk_weights=routed.topk_weights)
+            for rank, buffer in zip(self.ranks.here, buffers, strict=True):
                 mine = self._tokens_of(rank)
                 buffer.fill(
                     inputs.x[mine],
                     inputs.x_sf[mine],
-                    routed.topk_idx[mine],
-                    routed.topk_weights[mine],
+                    inputs.topk_idx[mine],
+                    inputs.topk_weights[mine],
                 )
-            shape = (total, config.problem.hidden)
-            self.outputs.append(torch.empty(shape, dtype=torch.bfloat16, device=device))
+            nothing = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+            self.outputs.append(nothing)
             if index == 0:
-                self.expected = reference.moe(
-                    config.problem,
-                    inputs.x,
-                    inputs.x_sf,
-                    routed.topk_idx,
-                    routed.topk_weights,
-                    self.plain,
-                    config.recipe,
-                )
-        self._synchronize()
-        by_rank = [routed.topk_idx[self._tokens_of(rank)] for rank in range(self.num_ranks)]
-        counts = routed.topk_idx.flatten().bincount(minlength=whole.num_experts)
-        self.received = counts.view(self.num_ranks, -1).tolist()
-        return CellInfo(
-            metrics.touched_experts(routed.topk_idx, config.problem),
-            metrics.num_pairs(routed.topk_idx, config.problem),
-            max(metrics.remote_pairs(by_rank, config.problem)),
-        )
+                self._set_expected(inputs, seed)
+        self._meet()
+        return self._cell_info(routed.topk_idx)
 
     def check(self, name: str, schedule: Schedule) -> CheckResult:
         """Run a candidate twice on poisoned pools and compare with the reference and itself."""
-        torch = self._torch
-        reason = self._no_room(schedule)
-        if reason:
-            return CheckResult("invalid", reason=reason)
-        try:
-            specs = kernel_specs(self.config, schedule)
-            self.kernels[name] = {phase: self._compile(spec) for phase, spec in specs.items()}
-        except Exception as error:  # TVM raises many kinds
-            return CheckResult("compile_error", reason=str(error)[-1000:])
-        self.schedules[name] = schedule
-        try:
-            for buffer in self.buffers[0]:
-                buffer.workspace.zero_()  # whatever a candidate before left is not this one's
-                buffer.poison()
-            self.outputs[0].fill_(torch.nan)
-            first = self._run_once(name)
-            second = self._run_once(name)
-        except torch.cuda.OutOfMemoryError as error:
-            return self._failed(name, CheckResult("oom", reason=str(error)[:300]))
-        except Exception as error:
-            return self._failed(name, self._launch_failure(error))
-        assert self.expected is not None
-        same = reference.compare(
-            first, self.expected, intermediate=self.config.problem.intermediate
-        )
-        seen = f"rel_error={same.rel_error:.2e} worst_token={same.worst_token_error:.2e}"
-        if not same:
-            return self._failed(name, CheckResult("incorrect", seen, same.reason))
-        if not torch.equal(first, second):
-            differing = int((first != second).sum())
-            reason = f"{differing} values differ between two launches"
-            return self._failed(name, CheckResult("nondeterministic", seen, reason))
-        self.results[name] = first
-        self.bench.cell[name] = partial(self._launch, name, self.config.phase)
-        return CheckResult("ok", seen)
+        result = self._merged(self._guarded(partial(self._check_here, name, schedule)))
+        if result.status == "ok":
+            self.bench.cell[name] = partial(self._launch, name, self.config.phase)
+            return result
+        return self._failed(name, result)
 
     def recheck(self, name: str) -> CheckResult:
         """After timing: every set's result must still be what it was, to the bit.
 
         Set 0 is compared with the result before timing, the others with what timed launches left
-        there: a schedule never changes a result.
+        there: a schedule never changes a result. A set that no launch has written in this process
+        is not compared.
         """
-        timed = [self.results[name], *(y.clone() for y in self.outputs[1:])]
-        for index, expected in enumerate(timed):
-            try:
-                again = self._run_once(name, index)
-            except Exception as error:
-                return self._failed(name, self._launch_failure(error))
-            if not self._torch.equal(again, expected):
-                differing = int((again != expected).sum())
-                reason = f"{differing} values of set {index} differ after timing"
-                return self._failed(name, CheckResult("nondeterministic", "", reason))
-        return CheckResult("ok")
+        result = self._merged(self._guarded(partial(self._recheck_here, name)))
+        if result.status == "ok":
+            return result
+        if not result.context_lost:
+            for y in self.outputs[1:]:  # what it left must not be held against another
+                y.fill_(torch.nan)
+        return self._failed(name, result)
 
     def drop(self, name: str) -> None:
         """Forget a candidate."""
@@ -289,22 +203,62 @@ class Worker:
 
     def warm_up(self, name: str) -> None:
         """See `protocol.Bench`."""
-        self._prepare(name)
-        self.bench.warm_up(name)
+        with self._reports():
+            self._prepare(name)
+            self.bench.warm_up(name)
 
     def block(self, name: str) -> Block:
         """See `protocol.Bench`."""
-        return self.bench.block(name)
+        with self._reports():
+            return self.bench.block(name)
 
     def yardstick(self) -> float:
         """See `protocol.Bench`."""
         return self.bench.yardstick()
 
+    # ---- a cell
+
+    def _set_expected(self, inputs: Inputs, seed: int) -> None:
+        """Choose the tokens to check among those of the ranks here, and compute what is right."""
+        here = torch.cat(
+            [
+                torch.arange(self.num_ranks * self.num_tokens)[self._tokens_of(rank)]
+                for rank in self.ranks.here
+            ]
+        )
+        chosen = torch.randperm(len(here), generator=torch.Generator().manual_seed(seed))
+        checked = chosen[:CHECKED_TOKENS].sort().values
+        tokens = here[checked].to(self._device)
+        self.checked = checked.to(self._device)
+        self.expected = reference.moe(
+            self.config.problem,
+            inputs.x.view(torch.uint8)[tokens].view(inputs.x.dtype),
+            inputs.x_sf[tokens],
+            inputs.topk_idx[tokens],
+            inputs.topk_weights[tokens],
+            self.plain,
+            self.config.recipe,
+        )
+
+    def _cell_info(self, topk_idx: torch.Tensor) -> CellInfo:
+        problem, here = self.config.problem, self.ranks.here
+        counts = topk_idx[topk_idx >= 0].bincount(minlength=problem.num_experts)
+        self.received = counts.view(self.num_ranks, -1).tolist()
+        remote = metrics.remote_pairs(
+            [topk_idx[self._tokens_of(rank)] for rank in range(self.num_ranks)], problem
+        )
+        touched = [sum(count > 0 for count in self.received[rank]) for rank in here]
+        pairs = [sum(self.received[rank]) for rank in here]
+        return CellInfo(
+            touched=sum(touched),
+            pairs=sum(pairs),
+            max_remote_pairs=max(remote[rank] for rank in here),
+            max_touched=max(touched),
+            max_pairs=max(pairs),
+        )
+
     def _rank_weights(self, index: int, rank: int, seed: int) -> MoEWeights:
         """The weights of a rank in a set; those of set 0 are part of `plain`."""
-        from tl_megamoe.synthetic import random_weights
-        from tl_megamoe.weights import transform_weights
-
         problem = self.config.problem
         if index == 0:
             first = rank * problem.num_local_experts
@@ -313,9 +267,105 @@ class Worker:
             plain = random_weights(problem, self._device, seed, rank)
         return transform_weights((plain.l1, plain.l1_sf), (plain.l2, plain.l2_sf), problem)
 
+    def _tokens_of(self, rank: int) -> slice:
+        """A rank's rows of the tensors that hold the tokens of all ranks."""
+        return slice(rank * self.num_tokens, (rank + 1) * self.num_tokens)
+
+    # ---- checks
+
+    def _check_here(self, name: str, schedule: Schedule) -> CheckResult:
+        """What `check` finds on the ranks here."""
+        reasons = self.ranks.gather(dict.fromkeys(self.ranks.here, self._no_room(schedule)))
+        reason = next(filter(None, reasons), "")
+        if reason:
+            return CheckResult("invalid", reason=reason)
+        try:
+            specs = kernel_specs(self.config, schedule)
+            self.kernels[name] = self.ranks.in_turn(
+                lambda: {phase: self._compile(spec) for phase, spec in specs.items()}
+            )
+        except RankFailed:
+            return CheckResult("ok")  # the rank that failed says what it was
+        except Exception as error:  # TVM raises many kinds
+            return CheckResult("compile_error", reason=str(error)[-1000:])
+        self.schedules[name] = schedule
+        self._together(self._poison)
+        first, second = self._run_once(name), self._run_once(name)
+        same = self.compare(first)
+        how_far = same.rel_error
+        seen = f"rel_error={same.rel_error:.2e} worst_token={same.worst_token_error:.2e}"
+        if not same:
+            return CheckResult("incorrect", seen, same.reason, rel_error=how_far)
+        strange = int((~first.isfinite()).sum())
+        if strange:  # among the tokens that the reference has not computed
+            reason = f"{strange} values of tokens that are not checked are NaN or infinite"
+            return CheckResult("incorrect", seen, reason, rel_error=how_far)
+        if not torch.equal(first, second):
+            differing = int((first != second).sum())
+            reason = f"{differing} values differ between two launches"
+            return CheckResult("nondeterministic", seen, reason, rel_error=how_far)
+        self.results[name] = first
+        return CheckResult("ok", seen, rel_error=how_far)
+
+    def compare(
+        self,
+        y: torch.Tensor,
+        max_rel_error: float | None = None,
+        max_token_error: float | None = None,
+    ) -> Comparison:
+        """A result of set 0 beside the reference, in the tokens that are checked.
+
+        Args:
+            y: (ranks here x tokens, hidden), as `outputs`.
+            max_rel_error, max_token_error: as for `reference.compare`.
+        """
+        assert self.expected is not None
+        found = reference.compare(
+            y[self.checked],
+            self.expected,
+            intermediate=self.config.problem.intermediate,
+            max_rel_error=max_rel_error,
+            max_token_error=max_token_error,
+        )
+        if not found.reason or len(y) <= CHECKED_TOKENS:
+            return found
+        where = f"rows count the {CHECKED_TOKENS} of {len(y)} tokens that are checked"
+        return replace(found, reason=f"{found.reason} ({where})")
+
+    def _failed(self, name: str, result: CheckResult) -> CheckResult:
+        if not result.context_lost:
+            self.drop(name)
+        return result
+
+    def _recheck_here(self, name: str) -> CheckResult:
+        """What `recheck` finds on the ranks here; all sets run, whatever is found in one."""
+        timed = [self.results[name], *(y.clone() for y in self.outputs[1:])]
+        reason = ""
+        for index, expected in enumerate(timed):
+            again = self._run_once(name, index)
+            unknown = index > 0 and bool(expected.isnan().all())
+            if unknown or torch.equal(again, expected):
+                continue
+            differing = int((again != expected).sum())
+            reason = reason or f"{differing} values of set {index} differ after timing"
+        return CheckResult("nondeterministic" if reason else "ok", reason=reason)
+
+    def _guarded(self, work: Callable[[], CheckResult]) -> CheckResult:
+        """What `work` finds, or what its exception means."""
+        try:
+            return work()
+        except torch.cuda.OutOfMemoryError as error:
+            return CheckResult("oom", reason=str(error)[:300])
+        except Exception as error:
+            return self._launch_failure(error)
+
+    def _merged(self, own: CheckResult) -> CheckResult:
+        """The result of all ranks, the same on each."""
+        return merge_checks(self.ranks.gather(dict.fromkeys(self.ranks.here, own)))
+
     def _no_room(self, schedule: Schedule) -> str:
         """Why the GPU or the buffers have no room for a candidate; empty when they do."""
-        first = self.buffers[0][0]
+        first = self.ranks.first
         if first.num_sms is not None and schedule.num_sms > first.num_sms:
             return (
                 f"num_sms={schedule.num_sms} exceeds the {first.num_sms} SMs that a rank has here"
@@ -332,39 +382,73 @@ class Worker:
             f"for {ring}: search with a larger --capacity than {self.config.capacity}"
         )
 
-    def _tokens_of(self, rank: int) -> slice:
-        """A rank's rows of the tensors that hold all tokens."""
-        return slice(rank * self.num_tokens, (rank + 1) * self.num_tokens)
+    def _poison(self) -> None:
+        """Make set 0 forget: whatever a candidate before left there is not this one's."""
+        self._meet()  # no peer's launch still writes here
+        for buffer in self.buffers[0]:
+            buffer.workspace.zero_()
+            buffer.poison()
+        self.outputs[0].fill_(torch.nan)
+
+    # ---- launches
 
     def _launch(self, name: str, phase: str, index: int) -> None:
         kernel, schedule = self.kernels[name][phase], self.schedules[name]
-        outputs = [self.outputs[index][self._tokens_of(r)] for r in range(self.num_ranks)]
+        here, outputs = self.ranks.here, self.outputs[index].split(self.num_tokens)
 
         def launch(rank: int) -> None:
+            place = here.index(rank)
             kernel.launch(
-                self.buffers[index][rank],
-                self.weights[index][rank],
-                outputs[rank],
+                self.buffers[index][place],
+                self.weights[index][place],
+                outputs[place],
                 self.num_tokens,
                 schedule,
             )
 
-        if self.group is None:
-            launch(0)
-        else:
-            self.group.run(launch)
+        self.sets[index].run(launch)
 
     def _run_once(self, name: str, index: int = 0) -> torch.Tensor:
         """The layer on one set: one fused launch, or all phases one after the other."""
-        for phase in self.kernels[name]:
-            self._launch(name, phase, index)
-        self._synchronize()
-        return self.outputs[index].clone()
+
+        def run() -> torch.Tensor:
+            for phase in self.kernels[name]:
+                self._launch(name, phase, index)
+            self._synchronize()
+            return self.outputs[index].clone()
+
+        return self._together(run)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """`work()` and a wait for the GPU, on every rank; what one of them raises, all raise."""
+        out: list[T] = []
+        failure: Exception | None = None
+        try:
+            out.append(work())
+            self._synchronize()
+        except Exception as error:
+            failure = error
+        told = None if failure is None else (type(failure).__name__, str(failure))
+        every = self.ranks.gather(dict.fromkeys(self.ranks.here, told))
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(every):
+            if other is not None:
+                raise RankFailed(other[0], f"rank {rank}: {other[0]}: {other[1]}")
+        return out[0]
 
     def _synchronize(self) -> None:
         """Wait for the GPU; raises what its kernels did wrong."""
         if self._device != "cpu":
-            self._torch.cuda.synchronize()
+            torch.cuda.synchronize(self.ranks.device)
+
+    def _agree(self, value: float) -> float:
+        """The largest of the ranks' values: see `CudaBench`."""
+        return max(self.ranks.gather(dict.fromkeys(self.ranks.here, value)))
+
+    def _meet(self) -> None:
+        """Return when the GPU of every rank is idle."""
+        self.ranks.barrier()
 
     def _prepare(self, name: str) -> None:
         """Put into the buffers what a stand-alone phase reads; its layout follows block_m."""
@@ -373,31 +457,66 @@ class Worker:
                 for phase in STAGES:
                     self._launch(name, phase, index)
 
-    def _failed(self, name: str, result: CheckResult) -> CheckResult:
-        if not result.context_lost:
-            self.drop(name)
-        return result
+    @contextmanager
+    def _reports(self) -> Iterator[None]:
+        """Say of a launch that fails which of its waits timed out, if one did."""
+        try:
+            yield
+        except Exception:
+            self._check_reports()
+            raise
+
+    def _check_reports(self) -> None:
+        check_reports([buffer for buffers in self.buffers for buffer in buffers])
 
     def _launch_failure(self, error: Exception) -> CheckResult:
         """What a launch that raised means; a CUDA error loses the context for good."""
-        from tl_megamoe.buffer import check_reports
-
         reason = f"{type(error).__name__}: {error}"
         status = "launch_error"
         try:
-            check_reports([buffer for buffers in self.buffers for buffer in buffers])
-        except Exception as timeout:
+            self._check_reports()
+        except MegaMoeTimeout as timeout:
             status, reason = "timeout", str(timeout)
-        return CheckResult(status, "", reason[:1000], context_lost=self.context_lost())
+        lost = self.context_lost()
+        if isinstance(error, RankFailed) and status != "timeout":
+            return CheckResult("ok", context_lost=lost)  # the rank that failed says what it was
+        return CheckResult(status, "", reason[:1000], context_lost=lost)
 
     def context_lost(self) -> bool:
         """Whether a CUDA error has made this process useless."""
         try:
             self._synchronize()
-            self._torch.zeros(1, device=self._device).item()
+            torch.zeros(1, device=self._device).item()
         except Exception:
             return True
         return False
+
+
+def open_rank_sets(config: WorkerConfig, device: str) -> list[Ranks]:
+    """The ranks of each of the three sets: buffers of their own, the same streams.
+
+    Args:
+        config: of the worker.
+        device: of the ranks here. With rank_mode `real` this process is one of a
+            torch.distributed job, all of which call this.
+    """
+    problem, capacity = config.problem, config.capacity
+    options: dict[str, Any] = {"timeout_s": KERNEL_TIMEOUT_S, "recipe": config.recipe}
+    if config.rank_mode == "real":
+        return [
+            open_ranks(problem, capacity, mode="real", device=device, **options)
+            for _ in range(NUM_SETS)
+        ]
+    if config.rank_mode == "one":
+        return [
+            OneRank(problem, {0: SymmBuffer(problem, capacity, device, **options)})
+            for _ in range(NUM_SETS)
+        ]
+    group = VirtualGroup(problem.num_ranks, device)
+    return [
+        VirtualRanks(problem, dict(enumerate(group.buffers(problem, capacity, **options))), group)
+        for _ in range(NUM_SETS)
+    ]
 
 
 def _experts_of(plain: PlainWeights, experts: slice) -> PlainWeights:
@@ -410,11 +529,9 @@ def _experts_of(plain: PlainWeights, experts: slice) -> PlainWeights:
     )
 
 
-def make_worker(config: WorkerConfig) -> Any:
-    """The factory that a child process imports."""
+def make_worker(config: WorkerConfig) -> Worker:
+    """The factory that a child process imports; for one GPU."""
     if config.rank_mode == "virtual":
-        from tl_megamoe.virtual import ensure_connections
-
         ensure_connections()  # before anything starts CUDA
     quiet_tilelang()
     return Worker(config)

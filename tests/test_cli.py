@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_frozen import BASE, DEVICE, FAST, VIEW, flash_row
-from test_search import InlineFarm
+from fake_rows import BASE, DEVICE, VIEW, confirm_rows
+from fake_search import InlineFarm
+from test_frozen import FAST
 
-from tl_megamoe.explorer import cli, farm
+from tl_megamoe.explorer import args as args_module
+from tl_megamoe.explorer import cli, cluster, doctor, farm
 from tl_megamoe.explorer.table import append_rows, read_table, table_path
 from tl_megamoe.frozen import read_frozen
 
@@ -22,16 +24,21 @@ VIRTUAL = ["--ranks", "4", "--rank-mode", "virtual"]
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_gpu", lambda: None)
+    monkeypatch.setattr(doctor, "find_gpu", lambda: None)
+    monkeypatch.setattr(cluster, "find_gpu", lambda: None)
+
+
+def use_inline_farm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in (farm, cluster):
+        monkeypatch.setattr(module, "Farm", lambda **options: InlineFarm(tmp_path / "reports"))
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     rows = [
-        flash_row(16, FAST, 210.0, measured_at="2026-01-01"),
-        flash_row(16, BASE, 220.0),
-        flash_row(512, BASE, 280.0),
-        flash_row(512, FAST, 1.0, status="timeout", median_us=None, reason="it hung"),
+        *confirm_rows(16, {FAST: 210.0, BASE: 220.0}),
+        *confirm_rows(512, {BASE: 280.0}),
+        *confirm_rows(512, {FAST: 1.0}, status="timeout", reason="it hung")[:1],
     ]
     append_rows(table_path(tmp_path / "results", DEVICE, VIEW.name), rows)
     return tmp_path / "results"
@@ -40,9 +47,8 @@ def results(tmp_path: Path) -> Path:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *FLASH]) == 0
     text = capsys.readouterr().out
-    assert "60 candidates in 30 kernels" in text
-    assert "6 of 66 points break a rule" in text
-    assert "stages               rejects 2" in text
+    assert "46 candidates in 28 kernels" in text
+    assert "5 of 51 points break a rule" in text
     assert "  pp-m64-n256.256-" in text
     assert "  default" in text
     assert "  classic" in text
@@ -84,7 +90,7 @@ def test_list_of_sizes_and_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["list", *FLASH, "--rank-mode", "real", "--ranks", "7"], "num_ranks=7 does not divide"),
         (
             ["search", *FLASH, "--tokens", "16", "--rank-mode", "real", "--ranks", "4"],
-            "a GPU a rank is not timed yet",
+            "--rank-mode real needs",
         ),
         (
             ["report", *FLASH, *VIRTUAL, "--out", "nowhere"],
@@ -125,7 +131,8 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for command in ("doctor", "list", "search", "report", "freeze", "why"):
+    commands = "doctor list build search report freeze why bench check model merge export"
+    for command in commands.split():
         assert command in text
         assert cli.main([command, "--help"]) == 0
     assert cli.main(["--version"]) == 0
@@ -135,16 +142,14 @@ def test_report(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", *FLASH, "--out", str(results)]) == 0
     text = capsys.readouterr().out
     assert text.index(FAST.name) < text.index(BASE.name)
-    assert "2 candidates: 2 ok; floor 116.0 us" in text
-    assert "1 ok, 1 timeout" in text
-    assert "it hung" in text
+    assert "confirm: 2 candidates, 9 rounds over 3 seeds in run first" in text
+    assert f"timeout: {FAST.name}: it hung" in text
     assert "Best of each cell" in text
-    assert "1.810 of the floor" in text
     assert cli.main(["report", *FLASH, "--out", str(results), "--tokens", "512"]) == 0
     assert "16 tokens" not in capsys.readouterr().out
     assert cli.main(["report", *FLASH, "--out", str(results), "--csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 1 + 18 + 9 + 1
     assert lines[0].startswith("schema,problem,num_tokens")
     assert cli.main(["report", *FLASH, "--out", str(results), "--device", "other"]) == 2
 
@@ -162,7 +167,8 @@ def test_freeze_then_why(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert f"schedule  {FAST.name}" in text
     assert "origin    frozen: frozen in" in text
-    assert "median_us          210.0" in text
+    assert "measured  16 tokens, 207.7 us" in text
+    assert f"faster than {BASE.name}" in text
     assert cli.main(["why", *FLASH, "--tokens", "91", *where]) == 0
     assert f"schedule  {BASE.name}" in capsys.readouterr().out
 
@@ -209,7 +215,7 @@ def test_every_command_takes_ranks_alike(
     command: list[str], argv: list[str], ranks: int, mode: str, viewed: int | None
 ) -> None:
     args = cli.make_parser().parse_args([*command, *FLASH, *argv])
-    problem, found = cli.running_problem(args)
+    problem, found = args_module.running_problem(args)
     assert (problem.num_ranks, found, problem.from_num_ranks) == (ranks, mode, viewed)
     assert problem.num_local_experts == 256 // (viewed or ranks)
 
@@ -228,8 +234,8 @@ def test_virtual_rows_are_reported_frozen_and_looked_up_apart(
     schedule = replace(BASE, num_sms=33, experts_per_wave=64)
     ranks = {"num_ranks": 4, "rank_mode": "virtual", "num_local_experts": 64}
     rows = [
-        flash_row(16, schedule, 900.0, nvlink_gbs=12.5, **ranks),
-        flash_row(16, replace(schedule, stages=3), 800.0, recipe="pow2-64", **ranks),
+        *confirm_rows(16, {schedule: 900.0}, nvlink_gbs=12.5, **ranks),
+        *confirm_rows(16, {replace(schedule, stages=3): 800.0}, recipe="pow2-64", **ranks),
     ]
     append_rows(table_path(results, DEVICE, VIEW.name), rows)
     out = ["--out", str(results)]
@@ -271,7 +277,7 @@ def test_virtual_rows_are_reported_frozen_and_looked_up_apart(
 def test_virtual_search_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(farm, "Farm", lambda **options: InlineFarm(tmp_path / "reports"))
+    use_inline_farm(monkeypatch, tmp_path)
     out = ["--out", str(tmp_path / "r"), "--space", "demo", "--recipe", "exact-64"]
     assert cli.main(["search", *FLASH, *VIRTUAL, "--tokens", "512", *out]) == 0
     assert "7 rows written (7 ok)" in capsys.readouterr().err
@@ -286,7 +292,7 @@ def test_virtual_search_without_a_gpu(
 def test_search_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(farm, "Farm", lambda **options: InlineFarm(tmp_path / "reports"))
+    use_inline_farm(monkeypatch, tmp_path)
     argv = ["search", *FLASH, "--tokens", "16,512", "--limit", "4", "--out", str(tmp_path / "r")]
     assert cli.main([*argv, "--compile-only"]) == 0
     assert capsys.readouterr().out.strip().endswith("ok")
@@ -294,13 +300,13 @@ def test_search_without_a_gpu(
     assert cli.main([*argv, "--commit", "c0ffee"]) == 0
     out, err = capsys.readouterr()
     assert "source=model" in err
-    assert "8 rows written (8 ok), 0 were there" in err
+    assert "8 rows written (8 ok), 0 candidates were there" in err
     assert "source=model" in out
     frame = read_table(tmp_path / "r" / "sm90-model" / "deepseek-v4-flash.csv")
     assert sorted(frame["num_tokens"]) == [16] * 4 + [512] * 4
     assert set(frame["commit"]) == {"c0ffee"}
     assert cli.main(argv) == 0
-    assert "0 rows written (none), 8 were there" in capsys.readouterr().err
+    assert "0 rows written (none), 8 candidates were there" in capsys.readouterr().err
 
 
 def test_interrupt(
@@ -309,7 +315,7 @@ def test_interrupt(
     def stop(**options: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(farm, "Farm", stop)
+    monkeypatch.setattr(cluster, "Farm", stop)
     argv = ["search", *FLASH, "--tokens", "16", "--out", str(tmp_path)]
     assert cli.main(argv) == 130
     assert "written rows and compiled kernels are kept" in capsys.readouterr().err

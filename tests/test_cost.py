@@ -1,12 +1,21 @@
-"""The cost model against what was measured on an H200, and its directions."""
+"""The cost model against what was measured on an H200, its directions, and its constants."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from tl_megamoe.device.walk import first_blocks, walk
+from tl_megamoe.explorer.constants import BUILT_IN, Constants, constants_path, load_constants
 from tl_megamoe.explorer.cost import k_block_clocks, predict, uniform_counts
+from tl_megamoe.explorer.space import enumerate_candidates, load_space
+from tl_megamoe.explorer.walk_time import STEADY_BLOCKS, walk_time
 from tl_megamoe.kernel import PHASES
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import Recipe
@@ -25,28 +34,102 @@ def test_close_to_a_prototype(tokens: int, measured_us: float) -> None:
     assert us == pytest.approx(measured_us, rel=0.12)
 
 
-def test_pingpong_hides_the_epilogue_of_a_64_row_tile() -> None:
-    low = default_schedule(FLASH, 8192, "pingpong")
-    found, shared = (
-        predict(FLASH, replace(low, math_mode=mode), 8192) for mode in ("pingpong", "cooperative")
+# ---- the walk
+
+
+def slow_walk_time(
+    counts: list[int],
+    schedule: Schedule,
+    tiles: tuple[int, int],
+    costs: tuple[float, float],
+    arrivals: list[float],
+    publish: float,
+) -> float:
+    """`walk_time` one task after the other, over the tasks that the kernel's own walk names."""
+    lag = schedule.order == "lag"
+    first = first_blocks(counts, schedule.block_m)
+    free = [0.0] * schedule.num_sms
+    done: dict[int, float] = {}
+    step = schedule.lag if lag else schedule.experts_per_wave
+    for index, task in enumerate(walk(first, lag, step, *tiles)):
+        block = index % schedule.num_sms
+        ready = arrivals[task.block] if task.phase == 1 else done[task.block]
+        free[block] = max(free[block], ready) + costs[task.phase - 1]
+        if task.phase == 1:
+            done[task.block] = max(done.get(task.block, 0.0), free[block] + publish)
+    return max(free)
+
+
+@pytest.mark.parametrize("publish", [0.0, 2.5])
+@pytest.mark.parametrize(
+    ("order", "step"), [("wave", 1), ("wave", 2), ("wave", 6), ("lag", 1), ("lag", 3), ("lag", 99)]
+)
+@pytest.mark.parametrize("sms", [1, 7, 16])
+def test_the_walk_is_that_of_the_kernel(order: Any, step: int, sms: int, publish: float) -> None:
+    counts = [130, 0, 1, 64, 300, 65]
+    lag = step if order == "lag" else 0
+    schedule = Schedule(
+        block_m=64,
+        order=order,
+        lag=lag,
+        experts_per_wave=6 if lag else step,
+        num_sms=sms,
     )
-    for phase, epilogue in ((1, 1.07), (2, 1.12)):
-        ratio = shared.phase_us(f"linear{phase}") / found.phase_us(f"linear{phase}")
-        assert ratio == pytest.approx(epilogue, rel=0.01)
-    assert found.total_us > predict(FLASH, default_schedule(FLASH, 8192), 8192).total_us
+    first = first_blocks(counts, 64)
+    arrivals = [3.0 * b for b in range(first[-1])]
+    waves = (*(first[e] for e in range(0, 6, schedule.experts_per_wave)), first[-1])
+    for tiles, costs in (((4, 3), (10.0, 6.0)), ((2, 5), (1.0, 9.0))):
+        found = walk_time(waves, lag, tiles, sms, costs, np.array(arrivals), publish)
+        slow = slow_walk_time(counts, schedule, tiles, costs, arrivals, publish)
+        assert found == pytest.approx(slow)
 
 
-def test_pingpong_rounds_count_two_tiles_a_block() -> None:
+def test_a_long_lag_order_goes_on_as_it_began() -> None:
+    counts = [64 * 12] * 24
+    schedule = Schedule(block_m=64, order="lag", lag=8, experts_per_wave=24)
+    assert sum(counts) // 64 > STEADY_BLOCKS
+    arrivals = np.zeros(288)
+    found = walk_time((0, 288), 8, (16, 16), 132, (10.0, 6.0), arrivals)
+    slow = slow_walk_time(counts, schedule, (16, 16), (10.0, 6.0), arrivals.tolist(), 0.0)
+    assert found == pytest.approx(slow, rel=0.02)
+
+
+def test_an_empty_launch_walks_nothing() -> None:
+    assert walk_time((0, 0, 0), 0, (4, 4), 132, (1.0, 1.0), np.zeros(0)) == 0.0
+
+
+# ---- the terms
+
+
+def test_pingpong_hides_the_epilogue_and_promotes_alone() -> None:
+    low = default_schedule(FLASH, 8192, "pingpong")
+    shared = replace(low, math_mode="cooperative")
+    slow = replace(BUILT_IN, epilogue1_clocks=3400.0, epilogue2_clocks=2900.0)
+    for phase in ("linear1", "linear2"):
+        times = [
+            [predict(FLASH, s, 8192, constants=c).phase_us(phase) for c in (BUILT_IN, slow)]
+            for s in (low, shared)
+        ]
+        assert times[0][1] == pytest.approx(times[0][0], rel=0.01)
+        assert times[1][1] > 1.01 * times[1][0]
+    alone = k_block_clocks(64, 256, pingpong=True) - k_block_clocks(64, 256)
+    assert alone == pytest.approx(BUILT_IN.promote_clocks)
+    assert predict(FLASH, low, 8192).total_us > predict(FLASH, shared, 8192).total_us
+
+
+def test_a_round_that_is_not_full_counts_whole() -> None:
     one = Problem(name="o", hidden=256, intermediate=128, num_experts=1, num_topk=1, num_ranks=1)
-    pingpong = replace(default_schedule(one, 1, "pingpong"), num_sms=1)
-    shared = replace(pingpong, math_mode="cooperative")
-    # Two tasks (a tile of each linear): one round of both warpgroups, two of a shared tile.
-    times = [predict(one, s, 1, (1,)).linear1_us for s in (pingpong, shared)]
-    assert times[0] == pytest.approx(times[1] / 1.07)
-    # Three tasks leave a warpgroup idle in the second round.
-    wide = replace(one, hidden=512)
-    times = [predict(wide, s, 1, (1,)).linear1_us for s in (pingpong, shared)]
-    assert times[0] == pytest.approx(times[1] / 1.07 * 4 / 3)
+    schedule = replace(default_schedule(one, 1, "cooperative"), block_m=128)
+    at_once = replace(BUILT_IN, pull_latency_us=1e-6)
+
+    def tiles_us(rows: int, num_sms: int) -> float:
+        found = predict(one, replace(schedule, num_sms=num_sms), 1, (rows,), constants=at_once)
+        return found.linear1_us + found.linear2_us + found.idle_us
+
+    # Two tiles a pool block, one of each linear.
+    assert tiles_us(128, 1) == pytest.approx(tiles_us(1, 1), rel=0.01)
+    assert tiles_us(129, 1) == pytest.approx(2 * tiles_us(128, 1), rel=0.01)
+    assert tiles_us(129, 2) == pytest.approx(tiles_us(128, 2), rel=0.05)
 
 
 def test_a_group_of_64_promotes_linear2_twice() -> None:
@@ -54,7 +137,8 @@ def test_a_group_of_64_promotes_linear2_twice() -> None:
     for scale in ("exact", "pow2"):
         half = predict(FLASH, big, 8192, recipe=Recipe.parse(f"{scale}-64"))
         whole = predict(FLASH, big, 8192, recipe=Recipe.parse(f"{scale}-128"))
-        assert half.linear1_us == whole.linear1_us
+        # The clock rises a little when the tensor cores wait for the promotion.
+        assert half.linear1_us == pytest.approx(whole.linear1_us, rel=0.03)
         assert half.linear2_us > 1.1 * whole.linear2_us
 
 
@@ -65,7 +149,7 @@ def test_virtual_ranks_share_the_memory_bandwidth() -> None:
     shared = predict(layer, schedule, 16, gpu_ranks=4)
     # 16 tokens a rank are bound by weights: all ranks' weights pass one memory.
     weights_us = 256 * 3 * 4096 * 2048 / 4.589e6
-    assert weights_us * 0.7 < shared.linear1_us + shared.linear2_us < weights_us * 1.3
+    assert weights_us * 0.7 < shared.total_us < weights_us * 1.4
     assert shared.total_us > 1.3 * alone.total_us
 
 
@@ -85,6 +169,7 @@ def test_few_tokens_touch_few_experts() -> None:
     assert sum(uniform_counts(FLASH, 0)) == 0
     nothing = predict(FLASH, Schedule(), 0)
     assert nothing.linear1_us == nothing.linear2_us == nothing.combine_us == 0.0
+    assert nothing.idle_us == nothing.memory_us == 0.0
 
 
 def test_shared_memory_bounds_a_k_block() -> None:
@@ -104,10 +189,20 @@ def test_directions() -> None:
     assert us(replace(big, linear2_block_n=128)) > us(big)
     assert us(replace(big, num_sms=66)) > 1.5 * us(big)
     assert us(replace(big, rows_in_flight=2)) > us(big)
-    assert us(replace(big, order="lag", lag=1)) > us(replace(big, order="lag", lag=16))
+    assert us(replace(big, stages=3)) > us(big)
+    lag = replace(big, order="lag", experts_per_wave=32)
+    assert us(replace(lag, lag=1)) > us(replace(lag, lag=16))
     small = replace(big, block_m=64)
     assert us(replace(small, prefetch=0), 16) > us(small, 16)
     assert us(replace(small, experts_per_wave=1), 16) > us(small, 16)
+
+
+def test_uneven_shares_of_the_walk_cost_time() -> None:
+    """Measured at 8192 tokens: 15 % more than with 132 blocks. With 16 + 16 tiles a pool block in
+    turn, every block of a grid of 128 gets tiles of one linear alone."""
+    lag = replace(default_schedule(FLASH, 8192), order="lag", lag=16, experts_per_wave=32)
+    even, uneven = (predict(FLASH, replace(lag, num_sms=n), 8192).total_us for n in (132, 128))
+    assert 1.08 < uneven / even < 1.25
 
 
 def test_more_tokens_take_longer() -> None:
@@ -118,10 +213,95 @@ def test_more_tokens_take_longer() -> None:
 def test_skewed_counts_are_taken_as_given() -> None:
     hot = (6 * 512,) + (0,) * 31
     schedule = default_schedule(FLASH, 512)
-    assert predict(FLASH, schedule, 512, hot).linear1_us < predict(FLASH, schedule, 512).linear1_us
+    assert predict(FLASH, schedule, 512, hot).total_us < predict(FLASH, schedule, 512).total_us
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_phase_is_part_of_the_layer(phase: str) -> None:
     found = predict(FLASH, default_schedule(FLASH, 4096), 4096)
     assert 0 < found.phase_us(phase) <= found.total_us
+
+
+@pytest.mark.parametrize("tokens", [16, 8192])
+def test_a_prediction_takes_about_a_millisecond_and_repeats(tokens: int) -> None:
+    schedules = enumerate_candidates(FLASH, tokens, load_space("screen")).schedules
+    first = [predict(FLASH, s, tokens).total_us for s in schedules]
+    began = time.perf_counter()
+    assert [predict(FLASH, s, tokens).total_us for s in schedules] == first
+    mean_s = (time.perf_counter() - began) / len(schedules)
+    assert mean_s < 5e-3  # 0.2 to 0.7 ms on one idle core; a shared one may be slow
+
+
+# ---- constants
+
+
+def constants_file(root: Path, **changes: Any) -> Path:
+    path = constants_path("NVIDIA H200", root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"schema": 1, "device": "nvidia-h200", "constants": asdict(BUILT_IN), "provenance": {}}
+    path.write_text(json.dumps({**data, **changes}))
+    return path
+
+
+def test_every_constant_has_a_meaning_and_bounds_around_it() -> None:
+    assert all(text for _, text in Constants.describe().values())
+    for name, (low, high) in Constants.bounds().items():
+        assert 0 < low < getattr(BUILT_IN, name) < high, name
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Constants)])
+def test_every_constant_moves_some_prediction(name: str) -> None:
+    changed = replace(BUILT_IN, **{name: 0.8 * getattr(BUILT_IN, name)})
+    cells = [
+        (replace(default_schedule(FLASH, t, mode), prefetch=32), t)
+        for t in (64, 512, 8192)
+        for mode in ("pingpong", "cooperative")
+    ]
+    before, after = (
+        [predict(FLASH, s, t, constants=c).total_us for s, t in cells] for c in (BUILT_IN, changed)
+    )
+    assert before != after
+
+
+def test_fitted_constants_are_read_and_used(tmp_path: Path) -> None:
+    assert load_constants("nvidia-h200", tmp_path) == BUILT_IN
+    constants_file(tmp_path, constants={**asdict(BUILT_IN), "tail_us": 21.5})
+    found = load_constants(None, tmp_path)
+    assert found == load_constants("NVIDIA H200", tmp_path) == replace(BUILT_IN, tail_us=21.5)
+    assert load_constants("nvidia-h100", tmp_path) == BUILT_IN
+    schedule = default_schedule(FLASH, 64)
+    times = [predict(FLASH, schedule, 64, constants=c).total_us for c in (None, found)]
+    assert times[1] - times[0] == pytest.approx(21.5 - BUILT_IN.tail_us)
+
+
+def test_the_shipped_constants_are_within_their_bounds() -> None:
+    found = load_constants()
+    for name, (low, high) in Constants.bounds().items():
+        assert low <= getattr(found, name) <= high, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 7}, "schema=7 must be 1"),
+        ({"device": "nvidia-h100"}, "device='nvidia-h100' must be that of its name, 'nvidia-h200'"),
+        ({"constants": {"tail_us": 1.0}}, "must hold exactly the constants"),
+        ({"constants": [1]}, "must hold exactly the constants"),
+        (
+            {"constants": {**asdict(BUILT_IN), "tail_us": "long"}},
+            "constants.tail_us='long' must be a positive number",
+        ),
+        (
+            {"constants": {**asdict(BUILT_IN), "tail_us": -1.0}},
+            "constants.tail_us=-1.0 must be a positive number",
+        ),
+    ],
+)
+def test_a_corrupt_file_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = constants_file(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_constants(None, tmp_path)
+    assert str(path) in str(raised.value)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not readable JSON"):
+        load_constants(None, tmp_path)

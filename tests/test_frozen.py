@@ -9,38 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_table import row
+from fake_rows import BASE, DEVICE, FLASH, VIEW, confirm_rows
 
 from tl_megamoe import frozen
-from tl_megamoe.explorer.freeze import freeze
+from tl_megamoe.explorer.freeze import plan_freeze, write_freeze
 from tl_megamoe.explorer.table import SUMMARY_COLUMNS, append_rows, parse, table_path
-from tl_megamoe.frozen import device_key, lookup, read_frozen, resolve, schedules_root
-from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.frozen import device_key, frozen_paths, lookup, read_frozen, resolve
+from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import ALL_RECIPES
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
-
-FLASH = PRESETS["deepseek-v4-flash"]
-VIEW = FLASH.one_rank()
-DEVICE = "nvidia-h200"
-BASE = Schedule(experts_per_wave=32)
-
-
-def flash_row(tokens: int, schedule: Schedule, us: float, **fields: Any) -> dict[str, Any]:
-    floor = 100.0 + tokens
-    return row(
-        **{
-            "problem": VIEW.name,
-            "num_tokens": tokens,
-            "candidate": schedule.name,
-            "median_us": us,
-            "floor_us": floor,
-            "ratio_to_floor": us / floor,
-            "measured_at": "2026-01-01T00:00:00+00:00",
-            **schedule.to_dict(),
-            **fields,
-        }
-    )
-
 
 FAST, SLOW = replace(BASE, stages=3), replace(BASE, rows_in_flight=2)
 
@@ -48,27 +25,27 @@ FAST, SLOW = replace(BASE, stages=3), replace(BASE, rows_in_flight=2)
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
     rows = [
-        flash_row(16, SLOW, 220.0),
-        flash_row(16, FAST, 210.0),
-        flash_row(16, BASE, 1.0, status="incorrect"),
-        flash_row(16, BASE, 2.0, source="model"),
-        flash_row(16, BASE, 3.0, phase="linear1"),
-        flash_row(16, BASE, 4.0, routing="hot1"),
-        flash_row(16, BASE, 5.0, recipe="pow2-128"),
-        flash_row(16, BASE, 6.0, num_ranks=4),
-        flash_row(16, BASE, 7.0, hidden=1024),
-        flash_row(64, BASE, 230.0),
-        flash_row(1024, SLOW, 480.0),
+        *confirm_rows(16, {SLOW: 220.0, FAST: 210.0}),
+        *confirm_rows(16, {BASE: 2.0}, source="model", run="m"),
+        *confirm_rows(16, {BASE: 3.0}, phase="linear1", run="p"),
+        *confirm_rows(16, {BASE: 4.0}, routing="hot1", run="h"),
+        *confirm_rows(16, {BASE: 5.0}, recipe="pow2-128", run="r"),
+        *confirm_rows(16, {BASE: 6.0}, num_ranks=4, run="4"),
+        *confirm_rows(16, {BASE: 7.0}, hidden=1024, run="s"),
+        *confirm_rows(64, {BASE: 230.0}),
+        *confirm_rows(1024, {SLOW: 480.0}),
     ]
     append_rows(table_path(tmp_path / "results", DEVICE, VIEW.name), rows)
     return tmp_path
 
 
 def run_freeze(tables: Path, problem: Problem = VIEW) -> Path:
-    return freeze(problem, DEVICE, tables / "results", tables / "schedules")[0]
+    plan = plan_freeze(problem, DEVICE, tables / "results", tables / "schedules")
+    write_freeze(plan, tables / "results", DEVICE)
+    return plan.path
 
 
-def test_best_measured_rows_are_frozen(tables: Path) -> None:
+def test_confirmed_rows_are_frozen(tables: Path) -> None:
     path = run_freeze(tables)
     assert path == tables / "schedules" / DEVICE / "deepseek-v4-flash.json"
     data = json.loads(path.read_text())
@@ -85,8 +62,13 @@ def test_best_measured_rows_are_frozen(tables: Path) -> None:
     assert got == [(8, "one", 32), (8, "one", 256), (8, "one", 1024)]  # geometric middles
     first = data["entries"][0]
     assert Schedule.from_dict(first["schedule"]) == FAST
-    assert (first["median_us"], first["candidate"]) == (210.0, FAST.name)
+    assert first["candidate"] == FAST.name
     assert first["measured_at"]
+    (cell,) = first["cells"]
+    assert (cell["num_tokens"], cell["median_us"]) == (16, pytest.approx(210.0, rel=0.01))
+    assert (cell["num_seeds"], cell["num_observations"]) == (3, 9)
+    assert cell["runner_up"] == SLOW.name
+    assert cell["margin"] == pytest.approx(10 / 220, rel=0.1)
 
 
 def test_intervals_have_no_surprises(tables: Path) -> None:
@@ -183,30 +165,12 @@ def test_read_once_until_it_changes(tables: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(frozen.json, "loads", None)
     assert read_frozen(path) is first
     monkeypatch.undo()
-    append_rows(table_path(tables / "results", DEVICE, VIEW.name), [flash_row(16, SLOW, 150.0)])
+    append_rows(
+        table_path(tables / "results", DEVICE, VIEW.name),
+        confirm_rows(16, {SLOW: 150.0, FAST: 200.0}, run="later"),
+    )
     run_freeze(tables)
     assert read_frozen(path).entries[0].schedule == SLOW
-
-
-def test_the_last_row_of_a_candidate_counts(tables: Path) -> None:
-    path = table_path(tables / "results", DEVICE, VIEW.name)
-    append_rows(path, [flash_row(16, FAST, 260.0)])
-    run_freeze(tables)
-    root = tables / "schedules"
-    assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == SLOW
-    # Times of an older kernel do not compete with those of the one measured last.
-    append_rows(path, [flash_row(16, BASE, 300.0, kernel="newer")])
-    run_freeze(tables)
-    assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == BASE
-
-
-def test_the_ratio_to_the_floor_compares_runs(tables: Path) -> None:
-    path = table_path(tables / "results", DEVICE, VIEW.name)
-    # Slower in a run whose card was slower still.
-    append_rows(path, [flash_row(1024, FAST, 500.0, floor_us=1e3, ratio_to_floor=0.5)])
-    append_rows(path, [flash_row(1024, BASE, 470.0, floor_us=5e2, ratio_to_floor=0.94)])
-    run_freeze(tables)
-    assert resolve(VIEW, DEVICE, 2048, 1024, root=tables / "schedules").schedule == SLOW
 
 
 def test_other_ranks_in_the_file_stay(tables: Path) -> None:
@@ -215,7 +179,7 @@ def test_other_ranks_in_the_file_stay(tables: Path) -> None:
     schedule = replace(BASE, experts_per_wave=64)
     append_rows(
         table_path(tables / "results", DEVICE, VIEW.name),
-        [flash_row(16, schedule, 400.0, num_ranks=4, num_local_experts=64)],
+        confirm_rows(16, {schedule: 400.0}, num_ranks=4, num_local_experts=64, run="four"),
     )
     path = run_freeze(tables, four)
     entries = read_frozen(path).entries
@@ -239,9 +203,11 @@ def test_summary_has_a_row_a_frozen_cell(tables: Path) -> None:
 def test_nothing_measured_cannot_be_frozen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no results at .*run tl-megamoe search"):
         run_freeze(tmp_path)
-    rows = [flash_row(16, BASE, 5.0, source="model"), flash_row(16, BASE, 5.0, status="timeout")]
-    append_rows(table_path(tmp_path / "results", DEVICE, VIEW.name), rows)
-    with pytest.raises(ValueError, match="Only measured rows can be frozen"):
+    path = table_path(tmp_path / "results", DEVICE, VIEW.name)
+    append_rows(path, confirm_rows(16, {BASE: 5.0}, stage="screen"))
+    append_rows(path, confirm_rows(16, {BASE: 5.0}, seeds=2, run="few"))
+    append_rows(path, confirm_rows(16, {BASE: 5.0}, observations=2, run="short"))
+    with pytest.raises(ValueError, match="no confirmed row in .*3 observations of 3 seeds"):
         run_freeze(tmp_path)
     assert not (tmp_path / "schedules").exists()
 
@@ -252,7 +218,8 @@ def test_device_key() -> None:
 
 
 def test_shipped_files_are_readable_and_valid() -> None:
-    for path in schedules_root().glob("*/*.json"):
+    assert frozen_paths()
+    for path in frozen_paths():
         file = read_frozen(path)
         sizes = Problem(name=file.name, num_ranks=1, **file.problem)
         for entry in file.entries:

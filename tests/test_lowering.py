@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from gpu_cases import SMALL, SMALL_CAPACITY, fit, variants
 
-from tl_megamoe import schedules as frozen_folder
+from tl_megamoe.frozen import frozen_paths
 from tl_megamoe.kernel import KernelReport, KernelSpec, compile_kernel, inspect_kernel, parse_report
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import SMEM_LIMIT_BYTES, Schedule, ScheduleError
 
-FROZEN = sorted(Path(frozen_folder.__path__[0]).glob("*/*.json"))
+FROZEN = frozen_paths()
 
 
 def frozen_kernels() -> list[pytest.param]:

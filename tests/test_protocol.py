@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
+from statistics import median
+from typing import Any
 
 import pytest
 
+from tl_megamoe.explorer import gpu_state
+from tl_megamoe.explorer import protocol as module
 from tl_megamoe.explorer.protocol import (
+    SCREEN_RULES,
     Block,
     CandidateFailed,
     CudaBench,
@@ -40,7 +46,12 @@ class FakeBench:
             raise CandidateFailed("timeout", "hangs")
         noise = self._random.uniform
         samples = tuple(self.times[name] * noise(0.99, 1.01) for _ in range(20))
-        return Block(samples, GpuState(1500.0 + len(self.log), None, 650.0, 60.0))
+        clock = 1500.0 + len(self.log)
+        return Block(
+            samples,
+            GpuState(clock, None, 650.0, 60.0),
+            GpuState(clock - 100.0, None, 700.0, 66.0),
+        )
 
     def yardstick(self) -> float:
         self.log.append("yardstick")
@@ -69,6 +80,10 @@ def test_interleaves_with_a_yardstick_around_each_block() -> None:
         assert result.drifted == 0
         assert result.state.mem_clock_mhz is None
         assert result.state.power_w == 650.0
+        assert (result.end.power_w, result.end.temperature_c) == (700.0, 66.0)
+        assert result.state.sm_clock_mhz == pytest.approx(result.end.sm_clock_mhz + 100.0)
+        assert result.end.mem_clock_mhz is None
+        assert result.ranks_us == ()
 
 
 def test_the_order_follows_the_seed() -> None:
@@ -122,6 +137,53 @@ def test_a_candidate_that_fails_the_warm_up() -> None:
         assert found == {"b": Failure("launch_error", "no")}
 
 
+def test_a_warm_bench_is_not_warmed_up_again() -> None:
+    bench = FakeBench({"a": 100.0, "b": 200.0})
+    found = run_rounds(bench, ["a", "b"], rules=SCREEN_RULES, warm_up=False)
+    assert bench.log[0] == "yardstick"
+    assert not any(entry.startswith("warm") for entry in bench.log)
+    assert all(isinstance(m, Measurement) and len(m.rounds_us) == 1 for m in found.values())
+    failing = FakeBench({"a": 100.0, "b": 200.0})
+    failing.fail_at["b"] = 1
+    run_rounds(failing, ["a", "b"], warm_up=False)  # a bench that may have started anew is cold
+    assert failing.log.count("warm a") == 1
+
+
+class RanksBench(FakeBench):
+    """Ranks with a GPU each; whose is the slowest changes from block to block."""
+
+    def __init__(self, ranks: list[list[float]]):
+        super().__init__({})
+        self.rounds = ranks
+
+    def block(self, name: str) -> Block:
+        times = self.rounds.pop(0)
+        samples = [tuple(t + d for d in (-1.0, 0.0, 4.0)) for t in times]
+        return Block(max(samples, key=median), ranks=tuple(samples))
+
+
+def test_a_time_is_the_maximum_of_the_ranks_medians() -> None:
+    # Rank 1 is the slowest overall and rank 0 in the second round.
+    bench = RanksBench([[100.0, 110.0], [120.0, 112.0], [101.0, 114.0]])
+    found = run_rounds(bench, ["a"])["a"]
+    assert isinstance(found, Measurement)
+    assert found.ranks_us == (104.0, 113.0)  # over all nine samples of each
+    assert found.median_us == 113.0
+    assert found.rounds_us == (110.0, 112.0, 114.0)
+    assert found.num_samples == 9
+    assert found.p90_us == pytest.approx(
+        percentile([109, 110, 114, 111, 112, 116, 113, 114, 118], 0.9)
+    )
+
+
+def test_screening_is_shorter_and_judges_drift_alike() -> None:
+    full = Rules()
+    for name in ("rounds", "warm_up_ms", "min_samples", "min_block_ms", "max_repeats"):
+        assert getattr(SCREEN_RULES, name) < getattr(full, name)
+    assert SCREEN_RULES.max_drift == full.max_drift
+    assert SCREEN_RULES.min_sample_ms == full.min_sample_ms
+
+
 def test_measure_takes_foreign_kernels_and_another_bench() -> None:
     def launch(index: int) -> None:
         raise AssertionError("the bench launches")
@@ -146,20 +208,23 @@ class StubCudaBench(CudaBench):
         self.rules = Rules()
         self.cell = {name: (lambda i, n=name: None) for name in us}
         self.prepare = None
+        self.agree = float
+        self.meet = None
         self._graphs = {}
         self._yardstick = None
-        self._nvml = None
         self.replays: list[tuple[str, int, int]] = []
 
     def _capture(self, launch: object, launches: int) -> object:
         name = next((n for n, f in self.cell.items() if f is launch), "yardstick")
         return name, launches
 
-    def _time(self, graph: tuple[str, int], count: int, meanwhile: object = None) -> list[float]:  # type: ignore[override]
+    def _time(
+        self, graph: tuple[str, int], count: int, states: list[GpuState] | None = None
+    ) -> list[float]:
         name, launches = graph
         self.replays.append((name, launches, count))
-        if callable(meanwhile):
-            meanwhile()
+        if states is not None:
+            states += [GpuState(1700.0), GpuState(1500.0)]
         return [self.us[name] * launches * 1e-3] * count
 
 
@@ -173,6 +238,7 @@ def test_a_block_is_long_enough(us: float) -> None:
     assert count >= 20
     assert count * launches * us >= 50_000.0
     assert block.samples_us == pytest.approx([us] * count)
+    assert (block.state.sm_clock_mhz, block.end.sm_clock_mhz) == (1700.0, 1500.0)
     assert count * launches * us <= 2 * max(50_000.0, 20 * launches * us)
     bench.warm_up("a")
     assert bench.replays[-1][2] * launches * us >= 100_000.0
@@ -186,3 +252,156 @@ def test_a_graph_is_captured_once() -> None:
     assert bench._graphs == first
     bench.forget("a")
     assert not bench._graphs
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_ranks_launch_as_often_as_the_slowest_of_them(slower: float) -> None:
+    """Two ranks whose own times differ count by one number, so that no launch waits in vain."""
+    replays: list[Any] = []
+    met: list[str] = []
+    for us in (40.0, 40.0 * slower):
+        bench = StubCudaBench({"a": us})
+        bench.agree = lambda ms, us=us: ms * 40.0 * slower / us  # the maximum over the ranks
+        bench.meet = lambda: met.append("met")
+        bench.warm_up("a")
+        bench.block("a")
+        replays.append(bench.replays)
+    assert replays[0] == replays[1]
+    assert len(met) == 2
+
+
+class FakeCuda:
+    """`torch.cuda` as far as `_time` needs it: replays take 2 ms of a clock of their own."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.queued = 0
+
+    class _Event:
+        def __init__(self, cuda: FakeCuda) -> None:
+            self.cuda = cuda
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = self.cuda.queued
+            self.cuda.log.append(f"record {self.at}")
+
+        def synchronize(self) -> None:
+            self.cuda.log.append(f"wait {self.at}")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 2.0 * (other.at - self.at)
+
+    def Event(self, enable_timing: bool) -> _Event:  # noqa: N802 - torch's name
+        assert enable_timing
+        return self._Event(self)
+
+    def synchronize(self, device: object) -> None:
+        self.log.append("wait all")
+
+    def replay(self) -> None:
+        self.queued += 1
+
+
+def test_the_card_is_read_at_the_start_and_near_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    bench = StubCudaBench({})
+    bench._torch = type("Torch", (), {"cuda": cuda})
+    bench._handle = None
+    bench.device = None
+
+    def read(handle: object) -> GpuState:
+        cuda.log.append("read")
+        return GpuState(float(len(cuda.log)))
+
+    monkeypatch.setattr(module, "read_state", read)
+    states: list[GpuState] = []
+    times = CudaBench._time(bench, cuda, 20, states)
+    assert times == [2.0] * 20
+    first, last = cuda.log.index("read"), len(cuda.log) - cuda.log[::-1].index("read") - 1
+    assert cuda.log[:first] == [f"record {n}" for n in range(1, 22)]  # one replay is not timed
+    assert cuda.log[first:] == ["read", "wait 19", "read", "wait all"]
+    assert [s.sm_clock_mhz for s in states] == [first + 1.0, last + 1.0]
+    cuda.log.clear()
+    assert CudaBench._time(bench, cuda, 3) == [2.0] * 3
+    assert cuda.log == ["record 21", "record 22", "record 23", "record 24", "wait all"]
+
+
+# ---- NVML
+
+
+class FakeNvml:
+    """Bindings of a host with one card, whose temperature cannot be read."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    uuid = "GPU-1b2c"
+
+    def nvmlInit(self) -> None: ...  # noqa: N802 - NVML's names
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid != self.uuid:
+            raise RuntimeError("Not Found")
+        return "card"
+
+    def nvmlDeviceGetClockInfo(self, card: str, which: int) -> int:  # noqa: N802
+        assert card == "card"
+        return {1: 1755, 2: 3201}[which]
+
+    def nvmlDeviceGetPowerUsage(self, card: str) -> int:  # noqa: N802
+        return 651_500
+
+    def nvmlDeviceGetTemperature(self, card: str, sensor: int) -> int:  # noqa: N802
+        raise RuntimeError("Not Supported")
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
+        return b"580.65.06"
+
+
+def test_readings_are_by_uuid_and_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    handle = gpu_state.open_handle("GPU-1b2c")
+    assert gpu_state.read_state(handle) == GpuState(1755.0, 3201.0, 651.5, None)
+    assert gpu_state.open_handle("GPU-other") is None
+    assert gpu_state.read_state(None) == GpuState()
+    assert gpu_state.driver_version() == "580.65.06"
+
+
+def test_without_nvml_there_are_no_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_state.open_handle("GPU-1b2c") is None
+    assert gpu_state.driver_version() == ""
+
+
+def test_a_card_has_an_anonymous_name() -> None:
+    name = gpu_state.card_id("GPU-1b2c")
+    assert len(name) == 8
+    assert int(name, 16) >= 0
+    assert name == gpu_state.card_id("GPU-1b2c") != gpu_state.card_id("GPU-1b2d")
+    assert gpu_state.card_id("") == ""
+
+
+def test_a_block_beside_a_throttled_card_is_repeated() -> None:
+    """Both readings may be low, and agree: the readings before say what is usual."""
+
+    class Throttled:
+        def __init__(self) -> None:
+            self.readings = [1300.0] * 10 + [1000.0, 1005.0] + [1290.0] * 50
+            self.blocks = 0
+
+        def warm_up(self, name: str) -> None: ...
+
+        def block(self, name: str) -> Block:
+            self.blocks += 1
+            slow = self.readings[0] < 1100
+            return Block((130.0 if slow else 100.0,) * 20)
+
+        def yardstick(self) -> float:
+            return self.readings.pop(0)
+
+    bench, usual = Throttled(), list[float]()
+    for _ in range(4):
+        found = run_rounds(bench, ["a"], rules=Rules(max_repeats=3), readings=usual)["a"]
+        assert isinstance(found, Measurement)
+        assert (found.median_us, found.drifted) == (100.0, 0)
+    assert bench.blocks > 12
+    assert min(usual) == 1000.0  # it was seen, and its blocks were made again

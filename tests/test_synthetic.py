@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tl_megamoe import PRESETS, Problem
 from tl_megamoe.metrics import touched_experts
-from tl_megamoe.synthetic import random_inputs, random_weights
+from tl_megamoe.synthetic import random_inputs, random_weights, routing_name
 
 FLASH = replace(PRESETS["deepseek-v4-flash"].one_rank(), hidden=128)
 SMALL = Problem(name="s", hidden=256, intermediate=128, num_experts=6, num_topk=2, num_ranks=2)
@@ -85,3 +88,98 @@ def test_bad_numbers() -> None:
     with pytest.raises(ValueError, match="mask=1.5"):
         random_inputs(SMALL, 1, mask=1.5)
     assert random_inputs(SMALL, 0).x.shape == (0, 256)
+
+
+# ---- recorded routings
+
+ROUTES = torch.tensor([[0, 5], [3, 3], [-1, 2], [4, -1], [1, 0]])
+WEIGHTS = torch.arange(10, dtype=torch.float32).view(5, 2) / 10
+
+
+def save(folder: Path, what: Any, name: str = "routes.pt") -> str:
+    torch.save(what, folder / name)
+    return f"file:{folder / name}"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_recorded_routing_is_cut_to_the_tokens(tmp_path: Path, seed: int, weighted: bool) -> None:
+    held = {"topk_idx": ROUTES, "topk_weights": WEIGHTS} if weighted else ROUTES
+    routing = save(tmp_path, held)
+    for tokens in (0, 3, 5):
+        inputs = random_inputs(SMALL, tokens, routing, seed=seed)
+        assert torch.equal(inputs.topk_idx, ROUTES[:tokens])
+        assert inputs.x.shape == (tokens, 256)
+        if weighted:
+            assert torch.equal(inputs.topk_weights, WEIGHTS[:tokens])
+        else:
+            assert torch.allclose(inputs.topk_weights.sum(1), torch.ones(tokens))
+    other = random_inputs(SMALL, 5, routing, seed=seed + 1)  # tokens still follow the seed
+    assert torch.equal(other.topk_idx, inputs.topk_idx)
+    assert not torch.equal(other.x.view(torch.uint8), inputs.x.view(torch.uint8))
+    masked = random_inputs(SMALL, 5, routing, mask=1.0, seed=seed)
+    assert (masked.topk_idx == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("held", "rule"),
+    [
+        (ROUTES[:4], "has 4 tokens and 5 are asked for, over all ranks"),
+        (ROUTES.int(), "must be an int64 tensor, found torch.int32"),
+        (ROUTES.tolist(), "must be an int64 tensor, found list"),
+        (ROUTES[:, :1], "has shape (5, 1): it must be (tokens, 2), 2 being num_topk"),
+        (ROUTES.flatten(), "has shape (10,): it must be (tokens, 2)"),
+        (ROUTES + 1, "has experts 0 to 6: they must be -1, a dropped route, or 0 to 5"),
+        (ROUTES - 1, "has experts -2 to 4: they must be"),
+        ({"topk": ROUTES}, "holds topk: it must hold topk_idx and may hold topk_weights"),
+        ({"topk_idx": ROUTES, "x": WEIGHTS}, "holds topk_idx, x: it must hold topk_idx and may"),
+        (
+            {"topk_idx": ROUTES, "topk_weights": WEIGHTS.double()},
+            "must be a float32 tensor, found torch.float64",
+        ),
+        (
+            {"topk_idx": ROUTES, "topk_weights": WEIGHTS[:4]},
+            "has shape (4, 2): it must be that of topk_idx, (5, 2)",
+        ),
+        (
+            {"topk_idx": ROUTES, "topk_weights": WEIGHTS / 0},
+            "holds NaN or infinity: every weight must be finite",
+        ),
+    ],
+)
+def test_a_recorded_routing_fits_the_problem(tmp_path: Path, held: Any, rule: str) -> None:
+    routing = save(tmp_path, held)
+    with pytest.raises(ValueError, match=re.escape(rule)) as caught:
+        random_inputs(SMALL, 5, routing)
+    assert "routes.pt" in str(caught.value)
+
+
+def test_a_routing_of_all_ranks_is_not_that_of_one(tmp_path: Path) -> None:
+    routing = save(tmp_path, ROUTES)
+    with pytest.raises(ValueError, match="0 to 2, .* as one of 2 ranks sees it. Map the routes"):
+        random_inputs(SMALL.one_rank(), 5, routing)
+
+
+def test_a_file_that_is_no_routing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such file"):
+        random_inputs(SMALL, 1, "file:nowhere.pt")
+    (tmp_path / "text.pt").write_text("0 1 2")
+    with pytest.raises(ValueError, match="cannot be read by torch.load.* Save topk_idx"):
+        random_inputs(SMALL, 1, f"file:{tmp_path / 'text.pt'}")
+    routing = save(tmp_path, Path("code"))  # an object, which could run anything
+    with pytest.raises(ValueError, match="UnpicklingError"):
+        random_inputs(SMALL, 1, routing)
+
+
+def test_tables_name_a_file_by_its_contents(tmp_path: Path) -> None:
+    for word in ("uniform", "zipf:1.2", "skew", "hot1"):
+        assert routing_name(word) == word
+    routing = save(tmp_path, ROUTES)
+    name = routing_name(routing)
+    assert re.fullmatch(r"file:routes\.pt@[0-9a-f]{8}", name)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "routes.pt").write_bytes((tmp_path / "routes.pt").read_bytes())
+    assert routing_name(f"file:{tmp_path / 'b' / 'routes.pt'}") == name
+    save(tmp_path, ROUTES.flip(0))
+    assert routing_name(routing) != name
+    with pytest.raises(ValueError, match="nowhere.pt' cannot be read: No such file"):
+        routing_name("file:nowhere.pt")

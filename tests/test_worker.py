@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_kernels import loop_ranks
 
 from tl_megamoe import reference
+from tl_megamoe.buffer import MegaMoeTimeout
+from tl_megamoe.explorer import worker as module
 from tl_megamoe.explorer.measure import RemoteBench
-from tl_megamoe.explorer.protocol import Block, Measurement, Rules, run_rounds
+from tl_megamoe.explorer.protocol import SCREEN_RULES, Block, Measurement, Rules, run_rounds
+from tl_megamoe.explorer.ranks import Ranks
 from tl_megamoe.explorer.worker import STAGES, Worker, WorkerConfig, make_worker
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
-from tl_megamoe.virtual import VirtualGroup
 from tl_megamoe.weights import PlainWeights, restore_weights
 
 TINY = Problem(name="t", hidden=256, intermediate=128, num_experts=4, num_topk=2, num_ranks=1)
@@ -97,11 +101,9 @@ class FakeBench:
         return 1.0
 
 
-class CpuGroup(VirtualGroup):
-    """Virtual ranks whose launches run one after the other."""
-
-    def run(self, launch: Any) -> list[Any]:
-        return [launch(rank) for rank in range(self.num_ranks)]
+def cpu_sets(config: WorkerConfig, device: str) -> list[Ranks]:
+    """Ranks whose launches run one after the other."""
+    return [loop_ranks(config.problem, config.capacity, config.recipe) for _ in range(3)]
 
 
 def make(
@@ -127,7 +129,7 @@ def make(
         device="cpu",
         compile_spec=compile_spec,
         bench=bench,
-        make_group=lambda ranks: CpuGroup(ranks, "cpu"),
+        open_sets=cpu_sets if problem.num_ranks > 1 else None,
     )
     return worker, log
 
@@ -224,7 +226,7 @@ def test_every_recipe_is_checked_against_itself(recipe: Recipe) -> None:
 def test_a_timeout_of_the_second_rank_is_found() -> None:
     worker, _ = make(problem=PAIR)
     worker.cell(16, "uniform")
-    first, second = worker.buffers[1]
+    second = worker.buffers[1][1]
     second.report[2 * 16 : 2 * 16 + 10] = torch.tensor([2, 1, 3, 0, 0, -1, -1, -1, 4, 5])
     found = worker.check("a", schedule(RAISES))
     assert found.status == "timeout"
@@ -255,12 +257,20 @@ def test_a_phase_alone_needs_all_its_rows_in_memory() -> None:
     assert worker.check("a", schedule(RIGHT)).status == "ok"
 
 
-def test_a_worker_has_one_gpu() -> None:
-    options: dict[str, Any] = {"capacity": 24, "recipe": Recipe()}
-    with pytest.raises(ValueError, match="rank_mode='real' of a worker must be"):
-        WorkerConfig(problem=PAIR, rank_mode="real", **options)
-    with pytest.raises(ValueError, match="num_ranks=2 of problem 't' with rank_mode='one'"):
-        WorkerConfig(problem=PAIR, **options)
+@pytest.mark.parametrize(
+    ("problem", "mode", "phase", "match"),
+    [
+        (PAIR, "many", "fused", "rank_mode='many' of a worker must be one of one, virtual, real"),
+        (PAIR, "one", "fused", "num_ranks=2 of problem 't' with rank_mode='one'"),
+        (TINY, "real", "fused", "num_ranks=1 of problem 't' with rank_mode='real'"),
+        (PAIR, "real", "linear2", "phase='linear2' with rank_mode='real': .* meet on the host"),
+    ],
+)
+def test_what_a_worker_cannot_be_built_for(
+    problem: Problem, mode: str, phase: str, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        WorkerConfig(problem=problem, capacity=24, recipe=Recipe(), rank_mode=mode, phase=phase)
 
 
 @pytest.mark.parametrize("problem", [TINY, PAIR], ids=["one", "virtual"])
@@ -300,6 +310,149 @@ def test_a_new_cell_forgets_the_old_one() -> None:
     assert worker.check("a", schedule(RIGHT)).status == "ok"
 
 
+@pytest.mark.parametrize("problem", [TINY, PAIR], ids=["one", "virtual"])
+def test_a_cell_has_a_seed_and_the_weights_keep_theirs(problem: Problem) -> None:
+    worker, _ = make(problem=problem)
+    rank = problem.num_ranks - 1
+
+    def drawn() -> list[torch.Tensor]:
+        b = worker.buffers[0][rank]
+        return [b.topk_idx[:16].clone(), b.x[:16].view(torch.uint8).clone()]
+
+    weights = worker.weights[0][rank].l1[0].view(torch.uint8).clone()
+    worker.cell(16, "uniform")
+    default = drawn()
+    worker.cell(16, "uniform", 5)
+    other = drawn()
+    assert worker.check("a", schedule(RIGHT)).status == "ok"  # the reference follows
+    worker.cell(16, "uniform", 0)  # the config's seed
+    assert all(torch.equal(a, b) for a, b in zip(default, drawn(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(default, other, strict=True))
+    assert torch.equal(weights, worker.weights[0][rank].l1[0].view(torch.uint8))
+
+
+def test_a_cell_has_rules() -> None:
+    worker, _ = make()
+    worker.cell(16, "uniform", None, SCREEN_RULES)
+    assert worker.bench.rules == SCREEN_RULES
+    worker.cell(16, "uniform")
+    assert worker.bench.rules == worker.config.rules == Rules()
+
+
+@pytest.mark.parametrize("problem", [TINY, PAIR], ids=["one", "virtual"])
+def test_large_cells_are_checked_in_some_tokens(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKED_TOKENS", 10)
+    worker, _ = make(problem=problem)
+    total = 24 * problem.num_ranks
+    asked: list[int] = []
+    moe = reference.moe
+
+    def counted(problem: Problem, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        asked.append(len(x))
+        return moe(problem, x, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "moe", counted)
+        worker.cell(24, "uniform", 3)
+    assert asked == [10]
+    assert worker.checked is not None
+    chosen = worker.checked.tolist()
+    assert chosen == sorted(set(chosen))
+    assert worker.check("a", schedule(RIGHT)).status == "ok"
+    y = worker.results["a"]
+    assert len(y) == total
+    bad = y.clone()
+    bad[chosen[4]] *= 1.5
+    found = worker.compare(bad)
+    assert "token 4 has relative error" in found.reason
+    assert f"(rows count the 10 of {total} tokens that are checked)" in found.reason
+    skipped = next(t for t in range(total) if t not in chosen)
+    bad = y.clone()
+    bad[skipped] *= 1.5
+    assert worker.compare(bad)
+    worker.cell(24, "uniform", 4)
+    assert worker.checked.tolist() != chosen
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "reason"),
+    [
+        (float("nan"), "incorrect", "values of tokens that are not checked are NaN or infinite"),
+        (None, "nondeterministic", "values differ between two launches"),
+    ],
+)
+def test_the_other_tokens_are_finite_and_steady(
+    monkeypatch: pytest.MonkeyPatch, value: float | None, status: str, reason: str
+) -> None:
+    monkeypatch.setattr(module, "CHECKED_TOKENS", 10)
+    worker, _ = make()
+    worker.cell(24, "uniform")
+    assert worker.checked is not None
+    skipped = next(t for t in range(24) if t not in worker.checked.tolist())
+    launch, launches = FakeKernel.launch, []
+
+    def breaks(self: FakeKernel, buffer: Any, weights: Any, y: torch.Tensor, *rest: Any) -> None:
+        launch(self, buffer, weights, y, *rest)
+        launches.append(1)
+        y[skipped, 7] = len(launches) if value is None else value
+
+    monkeypatch.setattr(FakeKernel, "launch", breaks)
+    found = worker.check("a", schedule(RIGHT))
+    assert (found.status, found.reason) == (status, f"1 {reason}")
+
+
+def test_a_set_that_nothing_was_timed_on_is_not_compared() -> None:
+    """In a process that replaced the one that timed, the outputs hold no result."""
+    worker, _ = make()
+    worker.cell(16, "uniform")
+    for name in ("a", "b"):
+        assert worker.check(name, schedule(RIGHT)).status == "ok"
+    assert worker.recheck("a").status == "ok"
+    worker.outputs[2][3, 3] += 1.0
+    found = worker.recheck("a")
+    assert found.reason == "1 values of set 2 differ after timing"
+    assert worker.recheck("b").status == "ok"  # is not blamed for what another left
+
+
+@pytest.mark.parametrize("problem", [TINY, PAIR], ids=["one", "virtual"])
+def test_a_recorded_routing_with_dropped_routes(problem: Problem, tmp_path: Path) -> None:
+    total = 16 * problem.num_ranks
+    routes = torch.arange(2 * total).view(total, 2) % 3  # expert 3 gets nothing
+    routes[::4, 1] = -1
+    torch.save(routes, tmp_path / "routes.pt")
+    worker, _ = make(problem=problem)
+    info = worker.cell(16, f"file:{tmp_path / 'routes.pt'}")
+    assert (info.touched, info.pairs) == (3, 2 * total - total // 4)
+    assert sum(map(sum, worker.received)) == info.pairs
+    assert worker.received[-1][-1] == 0
+    assert info.max_pairs == max(map(sum, worker.received))
+    assert info.max_touched == (3 if problem is TINY else 2)
+    assert worker.check("a", schedule(RIGHT)).status == "ok"
+
+
+def test_a_launch_that_fails_while_timed_says_what_timed_out() -> None:
+    worker, _ = make()
+    worker.cell(16, "uniform")
+    assert worker.check("a", schedule(RIGHT)).status == "ok"
+
+    def fails(index: int) -> None:
+        slot = torch.tensor([5, 0, 1, 2, -1, 3, 0, 1, 4, 32])
+        worker.buffers[1][0].report[5 * 16 : 5 * 16 + 10] = slot
+        raise RuntimeError("CUDA error: illegal address")
+
+    worker.bench.cell["a"] = fails
+    for work in (worker.warm_up, worker.block):
+        with pytest.raises(MegaMoeTimeout, match="pool block 3 waits for linear1"):
+            work("a")
+
+
+def test_a_worker_describes_itself() -> None:
+    found = make()[0].describe()
+    assert found == {"device": "cpu", "torch": torch.__version__, "card": "", "driver": ""}
+
+
 @pytest.mark.sm90
 def test_a_real_worker_checks_and_times() -> None:
     """The default schedule of a small layer through check, timing and recheck on the GPU."""
@@ -315,7 +468,9 @@ def test_a_real_worker_checks_and_times() -> None:
     assert isinstance(found, Measurement)
     assert 1.0 < found.median_us < 1000.0
     assert 300.0 < found.yardstick_tflops < 2500.0
+    assert found.end.sm_clock_mhz is None or found.end.sm_clock_mhz > 300.0
     assert worker.recheck("a").status == "ok"
+    assert len(worker.describe()["card"]) == 8
     assert not worker.context_lost()
 
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 MATH_MODES = ("cooperative", "pingpong")
 RANK_MODES = ("one", "virtual", "real")
+NOT_DEVICES = ("model", "space")
+"""Folders beside those of the devices: fitted constants of the cost model, search spaces."""
 _PROBLEM_FIELDS = ("hidden", "intermediate", "num_experts", "num_topk")
 _said: set[tuple[Any, ...]] = set()
 
@@ -111,6 +113,12 @@ def schedules_root() -> Path:
     from . import schedules
 
     return Path(str(schedules.__file__)).parent
+
+
+def frozen_paths(root: Path | None = None) -> list[Path]:
+    """Every frozen file under a folder, the package's when None: <device>/<problem>.json."""
+    root = root or schedules_root()
+    return sorted(p for p in root.glob("*/*.json") if p.parent.name not in NOT_DEVICES)
 
 
 def read_frozen(path: Path) -> FrozenFile:

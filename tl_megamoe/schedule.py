@@ -34,6 +34,55 @@ class ScheduleError(ValueError):
     """A schedule breaks a rule for the problem at hand."""
 
 
+RULES = {
+    "values": "every field holds one of its values, and integers lie in their range",
+    "register_split": "load registers in 24..168 and math registers in 168..256, multiples of 8",
+    "role_warps": "dispatch and load warps fit the four warps of their warpgroup",
+    "row_lanes": "a dispatch warp has at most a row chunk in flight a lane",
+    "order_lag": "a lag belongs to order lag, and order lag to a lag",
+    "wgmma_rows": "a tile has the 64 rows of a WGMMA at least (32: dispatch alone)",
+    "pingpong_rows": "a pingpong tile has 64 rows",
+    "pingpong_columns": "a pingpong tile has 256 columns",
+    "row_split": "128 columns mean that the warpgroups split rows: 128 of them",
+    "wave_divides_experts": "experts_per_wave divides the local experts",
+    "lag_one_wave": "order lag has one wave of all local experts",
+    "columns_divide_hidden": "linear2's block_n divides the hidden size",
+    "walk_tiles": "the walk can name every tile of a pool block",
+    "stages_k_blocks": "the ring is no deeper than the shorter phase has K blocks",
+    "prefetch_k_blocks": "the prefetch is no longer than linear1 has K blocks",
+    "register_pool": "the roles' registers fit those that the block is launched with",
+    "shared_memory": "the ring, the tables and the row chunks fit shared memory",
+}
+"""Name -> what it asks: every rule that `Schedule.violations` knows."""
+
+
+class Violation(str):
+    """A sentence that says which rule is broken, by which value and what would do.
+
+    Attributes:
+        rule: one of `RULES`.
+    """
+
+    __slots__ = ("rule",)
+    rule: str
+
+    def __new__(cls, rule: str, text: str) -> Violation:
+        self = super().__new__(cls, text)
+        self.rule = rule
+        return self
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return self.rule, str(self)
+
+
+class Violations(list[Violation]):
+    """What a schedule breaks; empty for a valid one."""
+
+    def add(self, rule: str, text: str) -> None:
+        """One more."""
+        self.append(Violation(rule, text))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """One point of the search space. Hashable; only free choices are fields.
@@ -217,7 +266,7 @@ class Schedule:
 
     def violations(
         self, problem: Problem, recipe: Recipe | None = None, phase: str = "fused"
-    ) -> list[str]:
+    ) -> Violations:
         """Every rule that this schedule breaks for `problem`: the only statement of validity.
 
         Args:
@@ -236,20 +285,22 @@ class Schedule:
         registers = self.role_threads * self.load_registers + 32 * MATH_WARPS * self.math_registers
         launched = self.threads * LAUNCH_REGISTERS
         if registers > launched:
-            out.append(
+            out.add(
+                "register_pool",
                 f"load_registers={self.load_registers} and math_registers={self.math_registers} "
-                f"take {registers} registers a block, over the {launched} it is launched with"
+                f"take {registers} registers a block, over the {launched} it is launched with",
             )
         if not self.row_chunk(problem, recipe):
             fixed = sum(self.smem_buffers(problem, recipe).values())
-            out.append(
+            out.add(
+                "shared_memory",
                 f"stages={self.stages} with block_m={self.block_m} and block_n={self.max_block_n} "
                 f"takes {fixed} bytes of shared memory and leaves no room for "
-                f"{self.row_slots} row chunks under {SMEM_LIMIT_BYTES}"
+                f"{self.row_slots} row chunks under {SMEM_LIMIT_BYTES}",
             )
         return out
 
-    def _field_violations(self) -> list[str]:
+    def _field_violations(self) -> Violations:
         choices: dict[str, tuple[Any, ...]] = {
             "math_mode": ("cooperative", "pingpong"),
             "block_m": (32, 64, 128),
@@ -267,103 +318,120 @@ class Schedule:
             "num_sms": 1,
             "prefetch": 0,
         }
-        out = []
+        out = Violations()
         for field, allowed in choices.items():
             value = getattr(self, field)
             if value not in allowed:
-                out.append(f"{field}={value!r} must be one of {allowed}")
+                out.add("values", f"{field}={value!r} must be one of {allowed}")
         for field, least in at_least.items():
             value = getattr(self, field)
             if not isinstance(value, int) or not least <= value < 1 << 24:
-                out.append(f"{field}={value!r} must be an integer in {least}..2**24-1")
+                out.add("values", f"{field}={value!r} must be an integer in {least}..2**24-1")
         for field in ("load_registers", "math_registers"):
             value = getattr(self, field)
             low, high = (24, LAUNCH_REGISTERS) if field[0] == "l" else (LAUNCH_REGISTERS, 256)
             if not isinstance(value, int) or value % 8 or not low <= value <= high:
-                out.append(
+                out.add(
+                    "register_split",
                     f"{field}={value!r} must be a multiple of 8 in {low}..{high}: load warps give "
-                    f"registers up, math warps take them (setmaxnreg, {LAUNCH_REGISTERS} at launch)"
+                    "registers up, math warps take them (setmaxnreg, "
+                    f"{LAUNCH_REGISTERS} at launch)",
                 )
         if out:
             return out
         if self.dispatch_warps + self.load_warps > 4:
-            out.append(
+            out.add(
+                "role_warps",
                 f"dispatch_warps={self.dispatch_warps} + load_warps={self.load_warps} exceeds the "
-                "4 warps of their warpgroup"
+                "4 warps of their warpgroup",
             )
         if self.rows_in_flight > 32:
-            out.append(f"rows_in_flight={self.rows_in_flight} exceeds the 32 lanes of a warp")
+            out.add(
+                "row_lanes", f"rows_in_flight={self.rows_in_flight} exceeds the 32 lanes of a warp"
+            )
         if (self.order == "lag") != (self.lag > 0):
-            out.append(
+            out.add(
+                "order_lag",
                 f"lag={self.lag} with order={self.order!r}: lag is 0 with order 'wave' and at "
-                "least 1 with order 'lag'"
+                "least 1 with order 'lag'",
             )
         return out
 
-    def _tile_violations(self, phase: str) -> list[str]:
-        out = []
+    def _tile_violations(self, phase: str) -> Violations:
+        out = Violations()
         if self.block_m == 32 and phase != "dispatch":
-            out.append(
+            out.add(
+                "wgmma_rows",
                 f"block_m={self.block_m} is below the 64 rows of a WGMMA tile: only the "
-                f"stand-alone phase 'dispatch' runs it, not {phase!r}"
+                f"stand-alone phase 'dispatch' runs it, not {phase!r}",
             )
         if self.pingpong and self.block_m == 128:
-            out.append(
+            out.add(
+                "pingpong_rows",
                 f"math_mode={self.math_mode!r} gives each warpgroup a tile of 64 rows and needs "
-                f"block_m=64, found block_m={self.block_m}"
+                f"block_m=64, found block_m={self.block_m}",
             )
         for linear in ("linear1", "linear2"):
             if getattr(self, f"{linear}_block_n") == 128:
                 if self.pingpong:
-                    out.append(
+                    out.add(
+                        "pingpong_columns",
                         f"{linear}_block_n=128 splits rows between the warpgroups; with math_mode="
-                        f"'pingpong' each computes 64 x 256: use {linear}_block_n=256"
+                        f"'pingpong' each computes 64 x 256: use {linear}_block_n=256",
                     )
                 elif self.block_m == 64:
-                    out.append(
+                    out.add(
+                        "row_split",
                         f"{linear}_block_n=128 splits rows between two warpgroups of 64 rows each "
-                        "and needs block_m=128, found block_m=64"
+                        "and needs block_m=128, found block_m=64",
                     )
         return out
 
-    def _problem_violations(self, problem: Problem) -> list[str]:
-        out = []
+    def _problem_violations(self, problem: Problem) -> Violations:
+        out = Violations()
         local = problem.num_local_experts
         if local % self.experts_per_wave:
             divisors = ", ".join(map(str, divisors_of(local)))
-            out.append(
+            out.add(
+                "wave_divides_experts",
                 f"experts_per_wave={self.experts_per_wave} does not divide num_local_experts="
                 f"{local} ({problem.num_experts} experts / {problem.num_ranks} ranks). Divisors: "
-                f"{divisors}. List valid schedules with: tl-megamoe list {problem.flags()}"
+                f"{divisors}. List valid schedules with: tl-megamoe list {problem.flags()}",
             )
         if self.order == "lag" and self.experts_per_wave != local:
-            out.append(
+            out.add(
+                "lag_one_wave",
                 f"experts_per_wave={self.experts_per_wave} with order='lag' must be "
-                f"num_local_experts={local}: the lag order has one wave"
+                f"num_local_experts={local}: the lag order has one wave",
             )
         if problem.hidden % self.linear2_block_n:
-            out.append(
-                f"linear2_block_n={self.linear2_block_n} does not divide hidden={problem.hidden}"
+            out.add(
+                "columns_divide_hidden",
+                f"linear2_block_n={self.linear2_block_n} does not divide hidden={problem.hidden}",
             )
         for phase, tiles in (
             ("linear1", self.linear1_tiles(problem)),
             ("linear2", self.linear2_tiles(problem)),
         ):
             if tiles > MAX_TILES:
-                out.append(
+                out.add(
+                    "walk_tiles",
                     f"{phase}_block_n={getattr(self, f'{phase}_block_n')} makes {tiles} tiles of a "
-                    f"pool block; the walk names at most {MAX_TILES}"
+                    f"pool block; the walk names at most {MAX_TILES}",
                 )
         k_blocks = min(problem.hidden, problem.intermediate) // BLOCK_K
         if self.stages > max(k_blocks, 2):
-            out.append(
+            out.add(
+                "stages_k_blocks",
                 f"stages={self.stages} exceeds the {k_blocks} K blocks of the shorter phase "
-                f"(hidden={problem.hidden}, intermediate={problem.intermediate}); 2 is always valid"
+                f"(hidden={problem.hidden}, intermediate={problem.intermediate}); 2 is always "
+                "valid",
             )
         if self.prefetch > problem.hidden // BLOCK_K:
-            out.append(
+            out.add(
+                "prefetch_k_blocks",
                 f"prefetch={self.prefetch} exceeds the {problem.hidden // BLOCK_K} K blocks of "
-                f"linear1 (hidden={problem.hidden})"
+                f"linear1 (hidden={problem.hidden})",
             )
         return out
 

@@ -1,0 +1,83 @@
+"""DeepEP's `ElasticBuffer` of version 2 around DeepGEMM's contiguous products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tl_megamoe.problem import Problem
+from tl_megamoe.recipe import Recipe
+
+from .base import BF16_GATE_UP, Layer, Prepared, Tolerance
+from .deepep import (
+    group_of,
+    load,
+    no_deepep,
+    received_layer,
+    refuses_ranks,
+    route_indices,
+    versions,
+)
+
+TESTED = ""
+
+
+class V2:
+    """Dispatch, grouped products and combine of several ranks, a GPU each."""
+
+    name = "v2"
+    what = (
+        "DeepEP's ElasticBuffer around DeepGEMM's contiguous products; the layout and the routing "
+        "weights are exchanged beforehand; gate and up pass through BF16"
+    )
+    tested = TESTED
+    tolerance: Tolerance | None = BF16_GATE_UP
+
+    def __init__(self, api: tuple[Any, Any] | None = None):
+        self._api = api
+
+    def available(self) -> str | None:
+        return no_deepep("ElasticBuffer")
+
+    def refuses(self, problem: Problem, recipe: Recipe) -> str | None:
+        return refuses_ranks(problem, recipe)
+
+    def version(self) -> str:
+        return versions()
+
+    def prepare(self, layer: Layer) -> Prepared:
+        """Dispatch once, so that launches reuse the layout: no CPU waits in the graph."""
+        ep, gemm = self._api or load()
+        group, problem, tokens = group_of(layer), layer.problem, layer.num_tokens
+        buffer = ep.ElasticBuffer(
+            group,
+            num_max_tokens_per_rank=tokens,
+            hidden=problem.hidden,
+            num_topk=problem.num_topk,
+            use_fp8_dispatch=True,
+        )
+        handles, layers, outputs = [], [], []
+        for s in layer.sets:
+            _, received_idx, received_weights, handle, _ = buffer.dispatch(
+                (s.inputs.x, s.inputs.x_sf),
+                topk_idx=route_indices(ep, s),
+                topk_weights=s.inputs.topk_weights,
+                num_experts=problem.num_experts,
+                num_max_tokens_per_rank=tokens,
+            )
+            handles.append(handle)
+            layers.append(received_layer(gemm, layer, s, received_idx, received_weights))
+            outputs.append(torch.empty_like(s.inputs.x, dtype=torch.bfloat16))
+
+        def launch(index: int) -> None:
+            inputs, handle = layer.sets[index].inputs, handles[index]
+            # num_sms is named: without it a cached dispatch asks for the experts that it lacks.
+            (x, x_sf), *_ = buffer.dispatch(
+                (inputs.x, inputs.x_sf), handle=handle, num_sms=handle.num_sms
+            )
+            partial = torch.empty_like(x, dtype=torch.bfloat16)
+            layers[index].run(x, x_sf, partial)
+            outputs[index], *_ = buffer.combine(partial, handle=handle)
+
+        return Prepared(launch, outputs, layers[0].notes)

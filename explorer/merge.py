@@ -1,0 +1,292 @@
+"""`tl-megamoe merge`: the tables that several machines made of one problem, as one table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .schema import csv_text
+from .table import (
+    COLUMNS,
+    RESUME_KEY,
+    TableError,
+    locked_file,
+    read_lines,
+    table_path,
+    typed_frame,
+    write_atomically,
+)
+
+Line = list[str]
+
+AT = {name: index for index, name in enumerate(COLUMNS)}
+ALLOWED = {"recipes": "recipe", "kernels": "kernel"}
+"""What --allow names -> the column that may then differ between the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Tables joined.
+
+    Attributes:
+        lines: all rows as texts in the columns of the schema, by time.
+        read: file -> rows that it holds.
+        equal: rows that were there already, and are kept once.
+        renumbered: rows that got another observation number.
+    """
+
+    lines: list[Line]
+    read: dict[Path, int]
+    equal: int
+    renumbered: int
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The rows, typed as `read_table` types them."""
+        return typed_frame(self.lines, COLUMNS)
+
+    def count(self, column: str) -> dict[str, int]:
+        """Value of a column -> rows, the most frequent first."""
+        return dict(Counter(line[AT[column]] for line in self.lines).most_common())
+
+
+def merge(paths: Sequence[Path], allow: Collection[str] = ()) -> pd.DataFrame:
+    """The rows of several tables of one problem and device as one frame; as `join_tables`."""
+    return join_tables(paths, allow).frame
+
+
+def join_tables(paths: Sequence[Path], allow: Collection[str] = ()) -> Merged:
+    """Join tables of one problem on one kind of device. Every value stays as it was written.
+
+    Rows that are equal in all columns are kept once. Rows of the same work with other values (two
+    machines measured the same candidate) are all kept: the later ones get the next free numbers in
+    `observation`, so that `RESUME_KEY` stays unique. A table that holds renumbered rows can be
+    joined with its sources again: they are recognised.
+
+    Args:
+        paths: tables of any schema.
+        allow: `recipes`, `kernels`, or both: what may differ between the files.
+
+    Returns:
+        The rows by `measured_at`; rows of one second in the order of the files.
+
+    Raises:
+        ValueError: no such file, another device, problem or size, or recipes or kernel digests
+            that differ between the files and are not allowed to.
+        TableError: a file is not a table.
+    """
+    tables: dict[Path, list[Line]] = {}
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such table; name files <results>/<device>/<problem>.csv")
+        if not any(path.samefile(other) for other in tables):
+            tables[path] = read_lines(path)
+    _check_one(
+        tables, "device", "Devices never mix: merge the tables of each on their own", _device
+    )
+    _check_one(tables, "problem", "Problems never mix, nor their sizes", _problem)
+    for word, column in ALLOWED.items():
+        if word not in allow:
+            _check_same(tables, column, word)
+    times = _times_of(tables)
+    kept: list[Line] = []
+    for lines in tables.values():
+        kept += _new_lines(kept, lines)
+    kept.sort(key=lambda line: times[line[AT["measured_at"]]])
+    renumbered = _renumber(kept)
+    read = {path: len(lines) for path, lines in tables.items()}
+    return Merged(kept, read, sum(read.values()) - len(kept), renumbered)
+
+
+def _device(line: Line) -> str:
+    return line[AT["device"]]
+
+
+def _problem(line: Line) -> str:
+    """Name and sizes over all ranks: a view of one rank and the whole layer are one problem."""
+    experts = int(line[AT["num_local_experts"]] or 0) * int(line[AT["num_ranks"]] or 0)
+    sizes = [f"{name}={line[AT[name]]}" for name in ("hidden", "intermediate", "num_topk")]
+    return f"{line[AT['problem']]} ({', '.join(sizes)}, num_experts={experts})"
+
+
+def _by_value(
+    tables: dict[Path, list[Line]], value_of: Callable[[Line], str]
+) -> dict[str, list[Path]]:
+    """Each value with the files that hold it."""
+    found: dict[str, list[Path]] = {}
+    for path, lines in tables.items():
+        for value in sorted({value_of(line) for line in lines}):
+            found.setdefault(value, []).append(path)
+    return found
+
+
+def _check_one(
+    tables: dict[Path, list[Line]], name: str, rule: str, value_of: Callable[[Line], str]
+) -> None:
+    found = _by_value(tables, value_of)
+    if len(found) > 1:
+        said = "; ".join(f"{v or repr(v)} in {', '.join(map(str, p))}" for v, p in found.items())
+        raise ValueError(f"{len(found)} values of {name}: {said}. {rule}")
+
+
+def _check_same(tables: dict[Path, list[Line]], column: str, word: str) -> None:
+    """Refuse files that hold different values of a column. One file may well hold several."""
+    held = {
+        path: sorted({line[AT[column]] for line in lines})
+        for path, lines in tables.items()
+        if lines
+    }
+    if len({tuple(values) for values in held.values()}) > 1:
+        said = "; ".join(
+            f"{path} has {', '.join(v or repr(v) for v in values)}" for path, values in held.items()
+        )
+        raise ValueError(
+            f"{column} differs: {said}. Times of different {word} do not compare; to hold them in "
+            f"one table all the same, add --allow {word}"
+        )
+
+
+def _body(line: Line) -> tuple[str, ...]:
+    """A row without its observation number."""
+    at = AT["observation"]
+    return tuple(line[:at] + line[at + 1 :])
+
+
+def _new_lines(kept: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
+    """The lines of one file that `kept`, those of the files before it, does not hold yet.
+
+    A line whose only difference is its observation number is the same measurement, renumbered by
+    an earlier merge, unless the file itself holds several of these (failures look alike).
+    """
+    unique = list(dict.fromkeys(map(tuple, lines)))
+    exact = set(map(tuple, kept))
+    in_both = Counter(_body(list(line)) for line in unique if line in exact)
+    renumbered = Counter(map(_body, kept)) - in_both
+    new = []
+    for line in map(list, (line for line in unique if line not in exact)):
+        if renumbered[_body(line)] > 0:
+            renumbered[_body(line)] -= 1
+        else:
+            new.append(line)
+    return new
+
+
+def _times_of(tables: dict[Path, list[Line]]) -> dict[str, pd.Timestamp]:
+    """Each text of `measured_at` as a time; rows without one come first."""
+    times: dict[str, pd.Timestamp] = {}
+    for path, lines in tables.items():
+        for text in {line[AT["measured_at"]] for line in lines} - set(times):
+            try:
+                time = pd.Timestamp(text or "1970-01-01")
+            except ValueError as error:
+                raise TableError(
+                    f"{path}: measured_at {text!r} is not an ISO 8601 time, and rows are ordered "
+                    "by it: correct that line"
+                ) from error
+            times[text] = time.tz_localize("UTC") if time.tzinfo is None else time
+    return times
+
+
+def _renumber(lines: Sequence[Line]) -> int:
+    """Make `RESUME_KEY` unique: rows whose number is taken get the next free one. Counts them."""
+    at = AT["observation"]
+    work = [AT[name] for name in RESUME_KEY if name != "observation"]
+    highest: dict[tuple[str, ...], int] = {}
+    for line in lines:
+        key = tuple(line[i] for i in work)
+        highest[key] = max(highest.get(key, 0), int(line[at]))
+    taken: set[tuple[str, ...]] = set()
+    changed = 0
+    for line in lines:
+        key = tuple(line[i] for i in work)
+        if (*key, line[at]) in taken:
+            highest[key] += 1
+            line[at] = str(highest[key])
+            changed += 1
+        taken.add((*key, line[at]))
+    return changed
+
+
+# ---- command
+
+
+def add_parser(add: Callable[..., Any]) -> None:
+    """Register the verb.
+
+    Args:
+        add: makes a sub-parser from a name, a function and a text.
+    """
+    parser = add("merge", run_merge, "Join tables of one problem from several machines.")
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="a .csv file, or a results folder: <out>/<device>/<problem>.csv",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        choices=list(ALLOWED),
+        default=[],
+        help="join files whose recipes or kernel digests differ (repeat for both)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace a file that holds rows of no input"
+    )
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    """The verb; 0 when the table is written."""
+    out = _destination(args.out, args.tables)
+    # An input may be the output, while a search appends to it: nothing is appended in between.
+    with locked_file(out) if out.exists() else nullcontext():
+        merged = join_tables(args.tables, args.allow)
+        if out.exists() and not args.force:
+            _check_covered(out, merged)
+        write_atomically(out, csv_text([list(COLUMNS), *merged.lines]))
+    for path, count in merged.read.items():
+        print(f"{path}: {count} rows", file=sys.stderr)
+    print(
+        f"{merged.equal} equal rows kept once; {merged.renumbered} rows of work that was done more "
+        "than once got another observation number",
+        file=sys.stderr,
+    )
+    for column in ("card", "status"):
+        counts = ", ".join(f"{n} {v or 'unknown'}" for v, n in merged.count(column).items())
+        print(f"by {column}: {counts or 'none'}", file=sys.stderr)
+    print(f"{out}: {len(merged.lines)} rows")
+    return 0
+
+
+def _destination(out: Path, tables: Sequence[Path]) -> Path:
+    if out.suffix == ".csv" and not out.is_dir():
+        return out
+    for path in tables:
+        lines = read_lines(path) if path.is_file() else []
+        if lines:
+            return table_path(out, lines[0][AT["device"]], lines[0][AT["problem"]])
+    raise ValueError(
+        f"no rows in {', '.join(map(str, tables))}, so that no device and problem say where in "
+        f"{out} the table belongs: name existing tables, or a .csv file as --out"
+    )
+
+
+def _check_covered(out: Path, merged: Merged) -> None:
+    """Refuse to lose rows of the file that is replaced."""
+    if any(out.samefile(path) for path in merged.read):
+        return
+    lost = len(_new_lines(merged.lines, read_lines(out)))
+    if lost:
+        raise ValueError(
+            f"{out} holds {lost} rows that are in none of the inputs: name it among them to keep "
+            "them, choose another --out, or replace it with --force"
+        )

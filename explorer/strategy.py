@@ -1,0 +1,223 @@
+"""Which candidates of a cell are timed next: all of them, the best again, or what Optuna suggests.
+
+A strategy hands out batches until it has none. It reads what rows already say (`record.Seen`), so
+that a search that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tl_megamoe.schedule import Schedule
+
+from .record import Seen
+
+STRATEGIES = ("grid", "halving", "optuna")
+BATCH = 8
+"""Candidates timed in one interleaved round, beside the default and the best so far."""
+KEPT = 3
+"""Halving: one candidate in this many goes on to the next rung."""
+
+Look = Callable[[Schedule], Seen | None]
+
+
+class Strategy(Protocol):
+    """Hands out the candidates of one cell."""
+
+    def ask(self) -> list[Schedule]:
+        """The next candidates to time, at most `BATCH`; empty when it is done."""
+
+
+class Grid:
+    """Every candidate once, in the model's order.
+
+    Args:
+        schedules: the candidates, the most promising first.
+        look: what rows say of a candidate.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], look: Look):
+        self.schedules = list(schedules)
+        self.look = look
+
+    def ask(self) -> list[Schedule]:
+        """See `Strategy`."""
+        return [s for s in self.schedules if self.look(s) is None][:BATCH]
+
+
+class Halving(Grid):
+    """Every candidate once, then the best third twice, the best ninth four times, and so on.
+
+    Successive halving (Jamieson and Talwalkar, 2016) with a third kept: a rung ends when each of
+    its candidates has its observations, and the medians of their ratios to the default decide who
+    goes on. It stops where about as many are left as get confirmed.
+
+    Args:
+        schedules: the candidates, the most promising first.
+        look: what rows say of a candidate.
+        keep: candidates that end it.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], look: Look, keep: int):
+        super().__init__(schedules, look)
+        self.keep = max(1, keep)
+
+    def ask(self) -> list[Schedule]:
+        """See `Strategy`."""
+        first = super().ask()
+        if first:
+            return first
+        rung, wanted = self._ranked(self.schedules), 2
+        while len(rung) > self.keep:
+            rung = rung[: max(self.keep, math.ceil(len(rung) / KEPT))]
+            short = [s for s in rung if len(self._times(s)) < wanted]
+            if short:
+                return short[:BATCH]
+            rung, wanted = self._ranked(rung), 2 * wanted
+        return []
+
+    def _times(self, schedule: Schedule) -> list[float]:
+        seen = self.look(schedule)
+        return [] if seen is None else seen.times_us
+
+    def _ranked(self, schedules: Sequence[Schedule]) -> list[Schedule]:
+        return ranked(schedules, self.look)
+
+
+def ranked(schedules: Sequence[Schedule], look: Look) -> list[Schedule]:
+    """Those that ran, by `Seen.score`."""
+    scores = {s: seen.score for s in schedules if (seen := look(s)) is not None and seen.ok}
+    return sorted(scores, key=lambda s: (scores[s], s.name))
+
+
+class OptunaSearch:
+    """Optuna's tree-structured Parzen estimator over the ranges of a space.
+
+    The first candidates are those that always run (default, classic, frozen); then each trial is a
+    point of the space: a value of every range. A point that breaks a rule, failed or has no kernel
+    counts as failed. Trials are kept in a journal file, which an interrupted search reads again.
+
+    Args:
+        pinned: candidates that run first.
+        point_of: a valid schedule from one choice of each range, or None.
+        dimensions: range -> its number of values.
+        look: what rows say of a candidate.
+        trials: candidates in all.
+        storage: the journal file.
+        study: its study: one cell and kernel.
+        seed: of the sampler.
+
+    Attributes:
+        known: candidates that were asked for, in this run or an earlier one.
+
+    Raises:
+        ValueError: Optuna is not installed.
+    """
+
+    def __init__(
+        self,
+        pinned: Sequence[Schedule],
+        point_of: Callable[[dict[str, int]], Schedule | None],
+        dimensions: dict[str, int],
+        look: Look,
+        *,
+        trials: int,
+        storage: Path,
+        study: str,
+        seed: int,
+    ):
+        optuna = import_optuna()
+        self._failed = optuna.trial.TrialState.FAIL
+        self._pinned = list(pinned)
+        self._point_of = point_of
+        self._dimensions = dimensions
+        self._look = look
+        self._trials = trials
+        self._asked: list[tuple[Any, Schedule]] = []
+        storage.parent.mkdir(parents=True, exist_ok=True)
+        backend = optuna.storages.journal.JournalFileBackend(str(storage))
+        self._study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend),
+            study_name=study,
+            load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+        )
+        self.known: dict[Schedule, None] = dict.fromkeys(self._pinned)
+        for trial in self._study.trials:  # of an earlier run
+            schedule = point_of(dict(trial.params))
+            if schedule is None:
+                continue
+            self.known[schedule] = None
+            if trial.state == optuna.trial.TrialState.RUNNING:
+                seen = look(schedule)
+                if seen is not None and seen.ok:
+                    self._study.tell(trial.number, seen.score)
+                else:
+                    self._study.tell(trial.number, state=self._failed)
+                    self.known.pop(schedule)
+
+    def ask(self) -> list[Schedule]:
+        """See `Strategy`; first tells Optuna how the last batch went."""
+        self._tell()
+        first = [s for s in self._pinned if self._look(s) is None]
+        if first:
+            return first[:BATCH]
+        batch: list[Schedule] = []
+        for _ in range(self._trials * 10):  # bounded: few of a space's points may be valid
+            if len(batch) == BATCH or len(self.known) >= self._trials:
+                break
+            trial = self._study.ask()
+            choice = {
+                name: trial.suggest_categorical(name, list(range(count)))
+                for name, count in self._dimensions.items()
+            }
+            schedule = self._point_of(choice)
+            if schedule is None:
+                self._study.tell(trial, state=self._failed)
+                continue
+            self.known[schedule] = None
+            self._asked.append((trial, schedule))
+            if self._look(schedule) is None and schedule not in batch:
+                batch.append(schedule)
+            else:
+                self._tell()
+        return batch
+
+    def _tell(self) -> None:
+        """Results of what rows know; a candidate of the batch that is being made waits."""
+        waiting = []
+        for trial, schedule in self._asked:
+            seen = self._look(schedule)
+            if seen is None:
+                waiting.append((trial, schedule))
+            elif seen.ok:
+                self._study.tell(trial, seen.score)
+            else:
+                self._study.tell(trial, state=self._failed)
+        self._asked = waiting
+
+    def drop(self, schedule: Schedule) -> None:
+        """A candidate that will get no row, such as one without a kernel: it counts as failed."""
+        for trial, asked in self._asked:
+            if asked == schedule:
+                self._study.tell(trial, state=self._failed)
+        self._asked = [(t, s) for t, s in self._asked if s != schedule]
+
+
+def import_optuna() -> Any:
+    """Optuna, quiet.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ValueError(
+            "--strategy optuna needs Optuna: pip install 'tl_megamoe[optuna]'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

@@ -1,0 +1,381 @@
+"""The ranked text report: stages, ranking, and the command around it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tl_megamoe.explorer import report
+from tl_megamoe.explorer.ranking import best_of, ranked_cells, screened
+from tl_megamoe.explorer.schema import COLUMNS, SCHEMA, typed_frame
+from tl_megamoe.explorer.table import append_rows, read_table, table_path
+from tl_megamoe.problem import PRESETS
+from tl_megamoe.schedule import Schedule, default_schedule
+
+FLASH = PRESETS["deepseek-v4-flash"].one_rank()
+DEVICE = "nvidia-h200"
+TOKENS = (16, 64, 256, 512, 1024, 4096, 8192)
+FLOORS = (164.6, 175.7, 176.2, 176.9, 233.2, 868.6, 1779.2)
+RUN = "20261129-211502-3fa9"
+FAST, SLOW = (
+    Schedule(experts_per_wave=32, stages=3),
+    Schedule(experts_per_wave=32, rows_in_flight=2),
+)
+
+
+def result_row(tokens: int, schedule: Schedule, us: float | None, **fields: Any) -> dict[str, Any]:
+    """A row of schema 3; a time makes it `ok`, with the rest of its numbers."""
+    floor = float(fields.get("floor_us", 100.0 + tokens))
+    row: dict[str, Any] = {
+        "problem": FLASH.name,
+        "num_tokens": tokens,
+        "num_ranks": 8,
+        "rank_mode": "one",
+        "routing": "uniform",
+        "seed": 0,
+        "stage": "screen",
+        "observation": 0,
+        "run": RUN,
+        "candidate": schedule.name,
+        "phase": "fused",
+        "recipe": "exact-128",
+        "status": "ok",
+        "source": "measured",
+        "hidden": FLASH.hidden,
+        "intermediate": FLASH.intermediate,
+        "num_local_experts": FLASH.num_local_experts,
+        "num_topk": FLASH.num_topk,
+        "capacity": 8192,
+        "device": DEVICE,
+        "card": "5be1a2c3",
+        "tilelang": "0.1.15",
+        "torch": "2.11.0",
+        "driver": "580.1",
+        "kernel": "abc",
+        "commit": "945bd32",
+        "measured_at": "2026-11-29T21:15:02+00:00",
+        **schedule.to_dict(),
+    }
+    if us is not None:
+        row |= {
+            "median_us": us,
+            "p10_us": us * 0.99,
+            "p90_us": us * 1.02,
+            "num_samples": 40,
+            "floor_us": floor,
+            "ratio_to_floor": us / floor,
+            "yardstick_tflops": 1400.0,
+            "tflops": 100.0,
+            "hbm_gbs": 3000.0,
+        }
+    return {**row, **fields}
+
+
+def frame_of(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Rows as `read_table` gives them."""
+    lines = [
+        ["" if row.get(name) is None else str(row[name]) for name in COLUMNS]
+        for row in ({"schema": SCHEMA, **row} for row in rows)
+    ]
+    return typed_frame(lines, COLUMNS)
+
+
+def confirm_rows(
+    tokens: int, schedule: Schedule, us: float, ratio: float, **fields: Any
+) -> list[dict[str, Any]]:
+    """Three seeds of three observations, a percent apart."""
+    return [
+        result_row(
+            tokens,
+            schedule,
+            us * (1 + 0.01 * (observation - 1)),
+            stage="confirm",
+            seed=seed,
+            observation=observation,
+            baseline="default_schedule",
+            baseline_us=us / ratio,
+            ratio_to_baseline=ratio * (1 + 0.01 * (observation - 1)),
+            **fields,
+        )
+        for seed in range(3)
+        for observation in range(3)
+    ]
+
+
+def synthetic_rows(
+    problem: str = FLASH.name, scale: float = 1.0, seed: int = 0
+) -> list[dict[str, Any]]:
+    """A whole search: 40 candidates screened at 7 token counts, failures, 5 confirmed, a bench."""
+    rng = random.Random(seed)
+    base = Schedule(experts_per_wave=32)
+    some = [
+        replace(base, block_m=m, stages=stages, rows_in_flight=rows, num_sms=sms)
+        for m in (64, 128)
+        for stages in (3, 4, 5)
+        for rows in (1, 2, 3, 4)
+        for sms in (128, 132)
+    ][:40]
+    clock = 0
+    out = []
+
+    def add(tokens: int, schedule: Schedule, us: float | None, **fields: Any) -> None:
+        nonlocal clock
+        clock += 1
+        heat = 1 - math.exp(-clock / 150)
+        seconds = 2 * clock
+        stamp = f"2026-11-29T{21 + seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        if us is not None:
+            fields = {
+                "yardstick_tflops": 1490 - 220 * heat + rng.gauss(0, 12),
+                "sm_clock_mhz": 1850 - 400 * heat + rng.gauss(0, 25),
+                "sm_clock_end_mhz": 1780 - 400 * heat + rng.gauss(0, 25),
+                "power_w": 693 + rng.gauss(0, 2),
+                "power_end_w": 695 + rng.gauss(0, 2),
+                "tflops": 24.0 * tokens**0.4,
+                "floor_us": floor,
+                "ratio_to_floor": us / floor,
+                **fields,
+            }
+        row = result_row(tokens, schedule, us, problem=problem, **fields)
+        out.append({**row, "measured_at": f"{stamp}+00:00"})
+
+    for tokens, floor in zip(TOKENS, (scale * f for f in FLOORS), strict=True):
+        default = floor * (1.25 + 0.9 * math.exp(-(math.log2(tokens / 1024) ** 2) / 2))
+        wide = tokens >= 512
+        times = {}
+        for index, schedule in enumerate(some):
+            if index % 13 == 5:
+                add(tokens, schedule, None, status="spilled", reason="24 bytes of register spills")
+            elif index % 17 == 9:
+                add(tokens, schedule, None, status="duplicate", reason="as m128-n256.256")
+            elif tokens == 16 and index == 20:
+                add(tokens, schedule, None, status="timeout", reason="<no> answer | in `180` s & x")
+            else:
+                part = 1.0 + 0.15 * ((schedule.block_m == 64) == wide)
+                part += 0.02 * abs(schedule.rows_in_flight - 3) + 0.03 * abs(schedule.stages - 4)
+                part *= 0.97 * (1 + rng.gauss(0, 0.006))
+                times[schedule] = part
+                named = {"baseline": "default_schedule", "baseline_us": default}
+                add(tokens, schedule, part * default, ratio_to_baseline=part, **named)
+        chosen = sorted(times, key=lambda s: times[s])[:5]
+        for number in range(9):
+            now = default * (1 + rng.gauss(0, 0.01))
+            for schedule in chosen:
+                part = times[schedule] * (1 + rng.gauss(0, 0.003))
+                place = {"stage": "confirm", "seed": number // 3, "observation": number % 3}
+                named = {"baseline": "default_schedule", "baseline_us": now}
+                add(tokens, schedule, part * now, ratio_to_baseline=part, **place, **named)
+        for name, worse in (("deepgemm", 1.06), ("triton", 1.02 if tokens < 256 else 1.4)):
+            us = times[chosen[0]] * default
+            named = {"baseline": name, "baseline_version": "1.2", "baseline_us": worse * us}
+            add(tokens, chosen[0], us, stage="bench", ratio_to_baseline=1 / worse, **named)
+    return out
+
+
+def write_table(results: Path, rows: Sequence[dict[str, Any]], problem: str = FLASH.name) -> Path:
+    path = table_path(results, DEVICE, problem)
+    append_rows(path, rows)
+    return path
+
+
+# ---- ranking
+
+
+def test_screened_rows_are_ranked_by_the_time_over_the_default() -> None:
+    """The faster row ran in a slower batch: its time alone would put it second."""
+    rows = [
+        result_row(16, FAST, 210.0, ratio_to_baseline=0.95, baseline_us=221.0),
+        result_row(16, SLOW, 205.0, ratio_to_baseline=0.99, baseline_us=207.0),
+    ]
+    ((_, ranked),) = ranked_cells(frame_of(rows))
+    assert list(ranked["candidate"]) == [FAST.name, SLOW.name]
+    assert "ranked by / default" in report.render(frame_of(rows))
+    del rows[0]["ratio_to_baseline"]
+    ((_, ranked),) = ranked_cells(frame_of(rows))
+    assert list(ranked["candidate"]) == [SLOW.name, FAST.name]
+    assert "ranked by median us" in report.render(frame_of(rows))
+
+
+def test_observations_of_a_screened_candidate_are_joined_by_their_median() -> None:
+    rows = [
+        result_row(16, FAST, us, observation=i, ratio_to_baseline=us / 200)
+        for i, us in enumerate((190.0, 230.0, 200.0))
+    ]
+    old = result_row(16, FAST, 100.0, kernel="older", ratio_to_baseline=0.5)
+    found = screened(frame_of([old, *rows]))
+    assert len(found) == 1
+    assert found.iloc[0]["median_us"] == 200.0
+    assert found.iloc[0]["ratio_to_baseline"] == 1.0
+    failed = result_row(16, FAST, None, status="timeout", reason="it hung", observation=3)
+    found = screened(frame_of([*rows, failed]))
+    assert list(found["status"]) == ["timeout"]
+    assert found["median_us"].isna().all()
+
+
+def test_a_confirmed_candidate_stands_above_every_screened_one() -> None:
+    rows = [
+        result_row(16, SLOW, 190.0, ratio_to_baseline=0.9),
+        result_row(16, FAST, 195.0, ratio_to_baseline=0.93),
+        *confirm_rows(16, FAST, 200.0, 0.95),
+    ]
+    best = best_of(frame_of(rows))
+    assert best is not None
+    assert (best.stage, best.candidate, best.num_rounds, best.num_seeds) == (
+        "confirm",
+        FAST.name,
+        9,
+        3,
+    )
+    assert best.ratio_to_default == pytest.approx(0.95)
+    assert best.noise == pytest.approx(2 * best.spread / 0.95)
+    text = report.render(frame_of(rows))
+    assert text.index("confirm: 1 candidates, 9 rounds over 3 seeds") < text.index("screen: 2")
+    # One observation less: it is not confirmed, and the screen decides.
+    best = best_of(frame_of(rows[:-1]))
+    assert best is not None
+    assert (best.stage, best.candidate) == ("screen", SLOW.name)
+    assert best.noise == pytest.approx(0.015)
+    assert "none of this kernel with 3 observations of 3 seeds" in report.render(
+        frame_of(rows[:-1])
+    )
+    # A kernel that was screened later makes the confirmation a thing of the past.
+    newer = result_row(16, SLOW, 191.0, ratio_to_baseline=0.91, kernel="newer")
+    best = best_of(frame_of([*rows, newer]))
+    assert best is not None
+    assert (best.stage, best.kernel) == ("screen", "newer")
+
+
+def test_the_text_of_a_whole_search_names_its_stages() -> None:
+    text = report.render(frame_of(synthetic_rows()), top=3)
+    assert text.count("confirm: 5 candidates, 9 rounds over 3 seeds in run " + RUN) == len(TOKENS)
+    assert text.count("screen: 40 candidates: ") == len(TOKENS)
+    assert re.search(r"^  timeout: m64\S+: <no> answer", text, re.MULTILINE)
+    assert "and 2 more: 24 bytes of register spills" in text
+    assert "  duplicate: " not in text
+    assert "beside deepgemm 1.2 in" in text
+    assert "0.943 of its time (1 rows)" in text
+    best = text[text.index("Best of each cell") :].splitlines()
+    assert len(best) == 1 + len(TOKENS)
+    assert all(line.endswith("(confirmed)") for line in best[1:])
+
+
+def test_problems_and_ranks_have_tables_of_their_own() -> None:
+    rows = [
+        result_row(16, FAST, 200.0),
+        result_row(16, FAST, 300.0, problem="mimo-v2.5"),
+        result_row(16, FAST, 900.0, num_ranks=4, rank_mode="virtual", nvlink_gbs=12.5),
+    ]
+    text = report.render(frame_of(rows))
+    assert "deepseek-v4-flash, 16 tokens, 4 ranks (virtual)" in text
+    assert "deepseek-v4-flash, 16 tokens, 8 ranks (one)" in text
+    assert "mimo-v2.5, 16 tokens, 8 ranks (one)" in text
+    assert text.count("NVLink GB/s") == 1
+
+
+def test_two_seeds_of_a_screen_are_told_apart() -> None:
+    rows = [result_row(16, FAST, 200.0 + seed, seed=seed) for seed in (0, 1)]
+    text = report.render(frame_of(rows))
+    assert "screen, seed 0: 1 candidates" in text
+    assert "screen, seed 1: 1 candidates" in text
+
+
+def test_a_baseline_that_failed_is_told() -> None:
+    fields = {"stage": "bench", "baseline": "deepep", "notes": "baseline oom: 3 GiB asked"}
+    text = report.render(frame_of([result_row(16, FAST, 200.0, **fields)]))
+    assert "bench: no time of deepep: baseline oom: 3 GiB asked" in text
+    later = result_row(
+        16, FAST, 200.0, **fields, baseline_us=250.0, ratio_to_baseline=0.8, observation=1
+    )
+    text = report.render(frame_of([result_row(16, FAST, 200.0, **fields), later]))
+    assert "no time of" not in text
+    assert "0.800 of its time (1 rows)" in text
+
+
+# ---- command
+
+
+def run(*argv: object) -> int:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+
+    def add(name: str, command: Any, text: str) -> Any:
+        sub = commands.add_parser(name, help=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    report.add_parser(add)
+    args = parser.parse_args(["report", *map(str, argv)])
+    return int(args.command(args))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    rows = [
+        result_row(16, FAST, 200.0),
+        result_row(512, FAST, 280.0),
+        result_row(512, default_schedule(FLASH, 512), 281.0, recipe="pow2-64"),
+    ]
+    write_table(tmp_path / "results", rows)
+    return tmp_path / "results"
+
+
+def test_limits_of_the_text(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = ("--problem", FLASH.name, "--out", results)
+    assert run(*problem) == 0
+    text = capsys.readouterr().out
+    assert "pow2-64" in text
+    assert "16 tokens" in text
+    assert run(*problem, "--recipe", "exact-128", "--tokens", "512", "--csv") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("schema,problem,num_tokens")
+
+
+def test_write_needs_no_problem(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = PRESETS["mimo-v2.5"]
+    write_table(results, [result_row(16, FAST, 300.0, problem=other.name, num_topk=8)], other.name)
+    assert run("--out", results, "--write") == 0
+    out, err = capsys.readouterr()
+    assert "mimo-v2.5, 16 tokens" in out
+    assert "deepseek-v4-flash, 512 tokens" in out
+    assert f"wrote {results / DEVICE / 'report.html'}" in err
+    page = (results / DEVICE / "report.html").read_text()
+    assert "mimo-v2.5" in page
+    # A limit of the text is none of the page.
+    assert run("--out", results, "--write", "--problem", FLASH.name, "--tokens", "16") == 0
+    assert "mimo-v2.5" not in capsys.readouterr().out
+    assert (results / DEVICE / "report.html").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no --problem given"),
+        (["--write", "--rank-mode", "virtual", "--ranks", "4"], "without --problem"),
+        (["--write", "--device", "other"], "no rows in .*other/\\*.csv"),
+        (["--problem", "mimo-v2.5"], "no rows of problem 'mimo-v2.5' with 8 ranks"),
+        (["--problem", FLASH.name, "--schedules", "x"], "add --write"),
+        (["--diff", "a.csv", "b.csv", "--write"], "--write not with it"),
+        (["--diff", "a.csv", "b.csv"], "a.csv: there is no such file"),
+    ],
+)
+def test_bad_arguments(results: Path, argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("--out", results, *argv)
+
+
+def test_read_back_is_what_was_made(results: Path) -> None:
+    """`frame_of` stands for a file in these tests."""
+    rows = synthetic_rows()[:60]
+    path = write_table(results / "again", rows)
+    read = read_table(path)
+    pd.testing.assert_frame_equal(read, frame_of(rows), rtol=1e-5)
