@@ -130,8 +130,8 @@ def _detail_table(section: Section) -> Table:
             "kernel",
         ),
         tuple(rows),
-        "How far to trust those times, and what rates they mean. Spread is the robust standard deviation "
-        "of `/ default` over the rounds of a confirmation; a screened row has none.",
+        "How far to trust those times, and what rates they mean. Spread is the robust standard "
+        "deviation of `/ default` over the rounds of a confirmation; a screened row has none.",
         frozenset({"run", "card", "kernel"}),
     )
 
