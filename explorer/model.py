@@ -381,6 +381,14 @@ def run_model(args: argparse.Namespace) -> int:
     )
     if not args.write:
         return 0
+    if fitted.held_out.correlation < fitted.before.correlation:
+        print(
+            f"tl-megamoe: not written: what the fit has not seen it ranks at "
+            f"{fitted.held_out.correlation:.3f}, the built-in constants at "
+            f"{fitted.before.correlation:.3f}; the ranking orders the screen, so they stay",
+            file=sys.stderr,
+        )
+        return 1
     in_use = score(groups, current)
     if not (fitted.after.correlation > in_use.correlation or fitted.after.error < in_use.error):
         print(

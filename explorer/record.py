@@ -117,7 +117,11 @@ class Recorder:
     def versions(self) -> dict[str, str]:
         """Columns card, driver and torch; without a GPU process only torch's is known."""
         found = getattr(self._gpu, "versions", None)
-        return dict(found or {"torch": package_version("torch")})
+        if found is None:
+            import torch
+
+            found = {"torch": str(torch.__version__)}
+        return dict(found)
 
     def _load(self) -> None:
         """Rows of this search that an earlier run wrote."""

@@ -206,7 +206,14 @@ def test_the_command_fits_writes_and_shows(
     capsys.readouterr()
     # The constants in use are as good: nothing is written a second time.
     assert command(results, tmp_path, "--fit", "--write") == 1
-    assert "not written" in capsys.readouterr().err
+    assert "no worse than the fitted ones" in capsys.readouterr().err
+    # A fit that ranks worse what it has not seen is no gain, whatever it does on its own rows.
+    judged = model.fit_and_judge(model.read_groups(results, DEVICE)[0])
+    worse = replace(judged, held_out=replace(judged.held_out, correlation=0.1))
+    monkeypatch.setattr(model, "fit_and_judge", lambda groups, say: worse)
+    assert command(results, tmp_path / "other", "--fit", "--write") == 1
+    assert "has not seen it ranks at 0.100" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
     assert command(results, tmp_path) == 0
     shown = capsys.readouterr().out
     assert f"constants: {constants_path(DEVICE, tmp_path)}" in shown

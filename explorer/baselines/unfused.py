@@ -14,7 +14,7 @@ from ..farm import kernel_digest
 from ..worker import STAGES
 from .base import Layer, Prepared, Tolerance, no_gpu
 
-TESTED = ""
+TESTED = "torch 2.11.0, NVIDIA H200, 2026-11-29"
 
 
 def unfused_specs(
