@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import subprocess
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def add_recipe(
 
 def add_space(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--space", default="screen", help="screen, full, demo, or a .toml file (screen)"
+        "--space", default="screen", help="screen, full, walk, demo, or a .toml file (screen)"
     )
     parser.add_argument(
         "--limit",
@@ -83,7 +84,13 @@ def seconds(text: str) -> float:
 
 def non_negative(text: str) -> int:
     """An argument that is a count and may be 0."""
-    return 0 if text.strip() == "0" else one_count(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be 0 or a positive integer")
+    return value
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -130,10 +137,12 @@ def whole_problem(args: argparse.Namespace) -> Problem:
     """The problem over all its ranks.
 
     Raises:
-        ValueError: neither a problem nor all its sizes.
+        ValueError: neither a problem nor all its sizes, or a problem that is neither a preset nor a
+            file that can be read.
     """
     sizes = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
     if args.problem is not None:
+        _check_problem(args.problem)
         return load_problem(args.problem, **sizes)
     missing = [name for name in SIZES if name not in sizes and name != "num_ranks"]
     if missing:
@@ -143,6 +152,38 @@ def whole_problem(args: argparse.Namespace) -> Problem:
     return Problem(name=name, **sizes)
 
 
+def _check_problem(source: str) -> None:
+    """Say of a mistyped preset which one is near, and of a file that it is not there."""
+    if source in PRESETS:
+        return
+    if Path(source).suffix == ".toml":
+        check_file("--problem", Path(source))
+    elif near := difflib.get_close_matches(source, PRESETS, 1):
+        raise ValueError(
+            f"problem {source!r} is neither a preset ({', '.join(PRESETS)}) nor a .toml file; did "
+            f"you mean {near[0]}?"
+        )
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be read.
+
+    Args:
+        flag: the argument that names it.
+        path: the file.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+    """
+    try:
+        with path.open("rb"):
+            pass
+    except FileNotFoundError:
+        raise ValueError(f"{flag} {path}: there is no file {path}") from None
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: it cannot be read: {error.strerror}") from error
+
+
 def recipe_of(args: argparse.Namespace) -> Recipe:
     return Recipe.parse(args.recipe)
 
@@ -150,7 +191,11 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def device_of(args: argparse.Namespace) -> str:
     name = args.device or doctor.find_gpu()
     if name is None:
-        raise ValueError("no SM90 GPU here: name a device, as --device nvidia-h200")
+        raise ValueError(
+            "no SM90 GPU here: name a device, as --device nvidia-h200. Rows of a machine without a "
+            "GPU are model rows, which are never frozen: run tl-megamoe search on an SM90 machine; "
+            "its kernels can be built here with tl-megamoe build --out"
+        )
     return device_key(name)
 
 

@@ -33,6 +33,7 @@ from tl_megamoe.frozen import device_key
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 
+from .args import check_file
 from .doctor import find_gpu
 from .farm import (
     REPORTS,
@@ -215,9 +216,10 @@ def use_cache(path: Path) -> Manifest:
     compiled or loaded: tilelang remembers what it has looked up.
 
     Raises:
-        ValueError: as `unpack`, or tilelang's disk cache is switched off.
-        OSError: the file cannot be read, or the cache not written.
+        ValueError: as `unpack`, the file cannot be read, or tilelang's disk cache is switched off.
+        OSError: the cache cannot be written.
     """
+    check_file("--cache", path)
     if os.environ.get("TILELANG_DISABLE_CACHE", "0").lower() in ("1", "true", "yes", "on"):
         raise ValueError(
             f"TILELANG_DISABLE_CACHE={os.environ['TILELANG_DISABLE_CACHE']}: tilelang would not "

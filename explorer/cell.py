@@ -31,6 +31,11 @@ class Cell:
     pinned: tuple[Schedule, ...] = ()
     builds: dict[Schedule, BuildResult] = field(default_factory=dict)
 
+    def can_run(self, schedule: Schedule) -> bool:
+        """Whether its kernel is built."""
+        build = self.builds.get(schedule)
+        return build is not None and build.status == "ok"
+
     @property
     def label(self) -> str:
         """For progress and messages."""

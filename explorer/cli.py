@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tl_megamoe
 
@@ -26,6 +28,9 @@ from . import (
 )
 from .args import add_problem
 from .doctor import diagnose
+
+COMMAND = "COMMAND"
+"""What the usage text calls the first argument."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,18 +53,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except (ValueError, OSError) as error:
-        print(f"tl-megamoe: {' '.join(str(error).split())}", file=sys.stderr)
+    except OSError as error:
+        print(f"tl-megamoe: {_one_line(_reason_of(error))}", file=sys.stderr)
         return 2
+    except ValueError as error:
+        print(f"tl-megamoe: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _one_line(text: str) -> str:
+    """A message in one line, without the numbers of the system's errors."""
+    return " ".join(re.sub(r"\[Errno \d+\] ", "", text).split())
+
+
+def _reason_of(error: OSError) -> str:
+    """What the system says, with the file first."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {error.filename}"
+    return f"{error.filename}: {error.strerror}"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, with the command that explains the flags."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but a command refuses arguments that it does not know itself."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2 and one line."""
+        choice = re.fullmatch(r"(.*): invalid choice: ('.*') \(choose from (.*)\)", message)
+        if choice is not None:
+            subject, value, there = choice.groups()
+            words = re.findall(r"[\w.-]+", there)
+            if subject == f"argument {COMMAND}":
+                message = f"there is no command {value} ({', '.join(words)})"
+            near = difflib.get_close_matches(value.strip("'"), words, 1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: {_one_line(message)}; see {self.prog} --help\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The argument parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tl-megamoe", description="Search, record and freeze schedules of the fused MoE layer."
     )
     parser.add_argument("--version", action="version", version=tl_megamoe.__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar=COMMAND, parser_class=Parser)
 
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
         sub = commands.add_parser(name, help=text, description=text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tqdm import tqdm
@@ -20,7 +20,6 @@ from .cell import Cell
 from .protocol import Rules
 from .record import Recorder
 from .screen import CellBench, Round
-from .strategy import ranked
 
 logger = logging.getLogger(__name__)
 
@@ -31,43 +30,54 @@ SECONDS_A_CHECK = 0.3
 
 
 def candidates_of(
-    cell: Cell, cells: Sequence[Cell], recorder: Recorder, top: int
+    cells: Sequence[Cell],
+    neighbours: Sequence[Sequence[Cell]],
+    mix: Mapping[str, float],
+    recorder: Recorder,
+    top: int,
 ) -> list[Schedule]:
-    """Whom a cell's confirmation compares: its best, those that always run, its neighbours' best.
+    """Whom a confirmation compares: the best, those that always run, the neighbours' best.
 
     The neighbours' best are there so that one schedule can be frozen for several token counts.
 
     Args:
-        cell: the cell.
-        cells: all cells of the search.
+        cells: of one token count, a cell for each routing; all confirm the same candidates.
+        neighbours: the cells of the token counts before and after.
+        mix: routing -> weight in the ranking.
         recorder: knows the screened rows.
-        top: how many of the cell's own best.
+        top: how many of the best.
+
+    Returns:
+        None at all when the default does not run in every cell: nothing can be compared then.
     """
 
-    def best(of: Cell, count: int) -> list[Schedule]:
-        return ranked(of.schedules, lambda s: recorder.seen(of, s))[:count]
+    def score(schedule: Schedule, of: Sequence[Cell]) -> float | None:
+        total = 0.0
+        for cell in of:
+            seen = recorder.seen(cell, schedule)
+            if seen is None or not seen.ranked or not cell.can_run(schedule):
+                return None
+            total += mix[cell.routing] * seen.score
+        return total
+
+    def best(of: Sequence[Cell], count: int) -> list[Schedule]:
+        found = {s: score(s, of) for s in of[0].schedules}
+        ranked = sorted((v, s.name, s) for s, v in found.items() if v is not None)
+        return [s for _, _, s in ranked[:count]]
 
     def runs(schedule: Schedule) -> bool:
-        seen = recorder.seen(cell, schedule)
-        return seen is not None and seen.ok
+        return score(schedule, cells) is not None
 
-    same = sorted((c for c in cells if c.routing == cell.routing), key=lambda c: c.num_tokens)
-    place = same.index(cell)
-    beside = [c for c in same[max(0, place - 1) : place + 2] if c is not cell]
-    chosen = [*best(cell, top), *(s for s in (cell.baseline, *cell.pinned) if runs(s))]
-    chosen += [s for c in beside for s in best(c, 1) if runs(s)]
+    if not runs(cells[0].baseline):
+        logger.warning(
+            "%s: the default %s does not run here, so nothing can be confirmed beside it",
+            cells[0].label,
+            cells[0].baseline.name,
+        )
+        return []
+    chosen = [*best(cells, top), cells[0].baseline, *(s for s in cells[0].pinned if runs(s))]
+    chosen += [s for of in neighbours for s in best(of, 1) if runs(s)]
     return list(dict.fromkeys(chosen))
-
-
-def is_confirmed(
-    cell: Cell,
-    schedules: Sequence[Schedule],
-    recorder: Recorder,
-    seeds: Sequence[int],
-    observations: int,
-) -> bool:
-    """Whether an earlier run confirmed exactly these, or more, together."""
-    return recorder.confirmed_together(cell, {s.name for s in schedules}, seeds, observations)
 
 
 def seconds_of(num_candidates: int, seeds: int, observations: int) -> float:
@@ -84,8 +94,8 @@ def confirm(
     rules: Rules,
     seeds: Sequence[int],
     observations: int,
-    enough: Callable[[], bool],
-) -> None:
+    left: Callable[[], float],
+) -> bool:
     """Time candidates over routings and observations; a row each, at once.
 
     Args:
@@ -96,11 +106,17 @@ def confirm(
         rules: the full protocol; each observation is one block.
         seeds: of the routings and inputs.
         observations: rounds a seed.
-        enough: whether the budget is spent.
+        left: seconds of the budget that are left; it is not begun if they do not suffice.
+
+    Returns:
+        Whether it came to its end.
     """
     once = replace(rules, rounds=1)
     failed: set[Schedule] = set()
     total = len(seeds) * observations
+    if left() < seconds_of(len(schedules), len(seeds), observations):
+        logger.warning("%s: too little of the budget is left to confirm", cell.label)
+        return False
     with tqdm(total=total, desc=f"{cell.label}: confirm", unit="round", file=sys.stderr) as bar:
         for seed in seeds:
             info = bench.cell(cell.num_tokens, cell.source, seed, rules)
@@ -108,12 +124,13 @@ def confirm(
             first = recorder.next_observation(cell, seed)
             stage.check([s for s in schedules if s not in failed])
             for number in range(first, first + observations):
-                if enough():
-                    logger.warning("%s: the budget is spent, nothing is confirmed", cell.label)
-                    return
                 runs = list(stage.ready.values())
                 warm = number == first
                 stage.time(runs, once, number, warm_up=warm, observation=number)
                 bar.update()
+                if cell.baseline.name not in stage.ready:
+                    logger.warning("%s: the default failed, nothing is confirmed", cell.label)
+                    return False
             stage.recheck(list(stage.ready.values()))
             failed |= stage.failed
+    return True

@@ -1,8 +1,9 @@
 """Two tables of one device side by side: what changed from A to B, and whether it exceeds noise.
 
-Only the ratio to the floor compares across runs: the floor holds the yardstick of its own run. The
-change in time is told beside it; it means something only where card, kernel and commit are the
-same.
+A thing is faster or slower only if its time and its ratio to the floor both changed by more than
+the noise, in one direction. Neither is enough alone: the time depends on how warm the card was, and
+the ratio, where multiplications decide the floor (about above 512 tokens), on the yardstick, the
+highest of its round.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
 
+from .evidence import MIN_OBSERVATIONS, robust_deviation
 from .ranking import GROUP, Best, best_confirmed, best_of, best_screened, confirmed_of, screened
 from .table import read_table
 
 SETTING = [*GROUP, "recipe", "routing", "phase"]
 """What must be equal, beside the token count, for two rows to compare."""
 SIZES = ["hidden", "intermediate", "num_local_experts", "num_topk"]
+VERDICTS = ("faster", "slower", "unclear", "unchanged", "unknown")
+"""What is said of a change; `unknown` where a side has no ratio to the floor or no noise."""
 IDENTITY = {
     "card": "cards",
     "kernel": "kernels",
@@ -29,10 +34,14 @@ IDENTITY = {
     "driver": "drivers",
 }
 LEGEND = (
-    "noise: of both sides, two standard deviations over a confirmation's rounds or half of p10 to "
-    "p90 of a screened row",
-    "unclear: us and / floor moved in opposite directions, so the yardstick moved more than the "
-    "schedule",
+    "faster, slower: us and / floor both changed by more than the noise, in one direction; "
+    "unchanged: neither did",
+    "unclear: one changed and the other did not, or in the other direction: the yardsticks of the "
+    "runs differ. Above about 512 tokens the floor is the yardstick's, the highest of its round, "
+    "so / floor carries its noise",
+    "noise: of both sides. A confirmed candidate: two standard errors of its median over the "
+    "rounds. A screened row: half of p10 to p90, or twice the deviation from round to round of the "
+    "candidates that the tables confirmed in that cell if that is more",
 )
 
 
@@ -43,7 +52,7 @@ class Change:
     Attributes:
         time: new time over old, minus 1.
         ratio: the same of `ratio_to_floor`; NaN where a side has none.
-        noise: how large a change of the ratio may be without meaning; that of both sides.
+        noise: how large a change of either may be without meaning; that of both sides.
     """
 
     old: Best
@@ -53,9 +62,16 @@ class Change:
     noise: float
 
     @property
-    def exceeds_noise(self) -> bool:
-        """Whether the change of the ratio is larger than its noise."""
-        return abs(self.ratio) > self.noise
+    def verdict(self) -> str:
+        """One of VERDICTS."""
+        if self.ratio != self.ratio or self.noise != self.noise:
+            return "unknown"
+        beyond = [abs(part) > self.noise for part in (self.time, self.ratio)]
+        if not any(beyond):
+            return "unchanged"
+        if not all(beyond) or self.time * self.ratio < 0:
+            return "unclear"
+        return "faster" if self.ratio < 0 else "slower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,8 @@ class CellDiff:
     Attributes:
         setting: values of SETTING and `num_tokens`.
         best: the best of A against the best of B; None where a side has no `ok` row.
-        candidates: candidates that are `ok` in both, the largest change of the ratio first.
+        candidates: candidates that are `ok` in both: faster and slower ones first, then unclear
+            ones, each by the size of the change of the ratio.
         statuses: candidate -> (status in A, status in B), where they differ.
         only_old, only_new: candidates of one table alone.
     """
@@ -185,6 +202,7 @@ def _by_cell(frame: pd.DataFrame) -> dict[tuple[Any, ...], pd.DataFrame]:
 def _cell_diff(key: tuple[Any, ...], old: pd.DataFrame, new: pd.DataFrame) -> CellDiff:
     bests = [best_of(side) for side in (old, new)]
     known = [_candidates(side) for side in (old, new)]
+    rounds = max(_round_noise(old), _round_noise(new))
     both = [name for name in known[0] if name in known[1]]
     changes, statuses = [], {}
     for name in both:
@@ -193,11 +211,11 @@ def _cell_diff(key: tuple[Any, ...], old: pd.DataFrame, new: pd.DataFrame) -> Ce
             statuses[name] = (pair[0].status, pair[1].status)
         found = _comparable(*pair)
         if found is not None:
-            changes.append(_change(*found))
-    changes.sort(key=lambda c: (-abs(c.ratio if c.ratio == c.ratio else c.time), c.old.candidate))
+            changes.append(_change(*found, rounds))
+    changes.sort(key=_rank)
     return CellDiff(
         setting=dict(zip([*SETTING, "num_tokens"], key, strict=True)),
-        best=_change(bests[0], bests[1]) if bests[0] and bests[1] else None,
+        best=_change(bests[0], bests[1], rounds) if bests[0] and bests[1] else None,
         candidates=changes,
         statuses=statuses,
         only_old=[name for name in known[0] if name not in known[1]],
@@ -235,8 +253,29 @@ def _comparable(old: _Known, new: _Known) -> tuple[Best, Best] | None:
     return None
 
 
-def _change(old: Best, new: Best) -> Change:
-    noise = (old.noise**2 + new.noise**2) ** 0.5
+def _rank(change: Change) -> tuple[int, float, str]:
+    """Faster and slower first, then by size."""
+    size = abs(change.ratio if change.ratio == change.ratio else change.time)
+    return max(0, VERDICTS.index(change.verdict) - 1), -size, change.old.candidate
+
+
+def _round_noise(rows: pd.DataFrame) -> float:
+    """Twice the deviation of one round's time, as a part, by the rows that were confirmed.
+
+    The few milliseconds of a screened row do not hold it: their p10 to p90 is narrower.
+    """
+    timed = rows[(rows["stage"] == "confirm") & (rows["status"] == "ok")]
+    found = [
+        robust_deviation(times) / median(times)
+        for _, own in timed.groupby(["run", "candidate"])
+        if len(times := [float(v) for v in own["median_us"]]) >= MIN_OBSERVATIONS
+    ]
+    return 2 * median(found) if found else 0.0
+
+
+def _change(old: Best, new: Best, rounds: float) -> Change:
+    parts = [max(b.noise, rounds) if b.stage == "screen" else b.noise for b in (old, new)]
+    noise = (parts[0] ** 2 + parts[1] ** 2) ** 0.5
     ratio = new.ratio_to_floor / old.ratio_to_floor - 1
     return Change(old, new, new.median_us / old.median_us - 1, ratio, noise)
 
@@ -285,22 +324,12 @@ def _identity(diff: Diff) -> list[str]:
         for name, (old, new) in diff.identity.items()
     ]
     if {"card", "kernel", "commit"} & diff.identity.keys():
-        out.append("so only / floor compares; the change in us is for orientation")
+        out.append("so times in us compare only together with / floor")
     return out
 
 
 def _signed(part: float) -> str:
     return "-" if part != part else f"{100 * part:+.1f} %"
-
-
-def _verdict(change: Change) -> str:
-    if change.ratio != change.ratio or change.noise != change.noise:
-        return "unknown"
-    if not change.exceeds_noise:
-        return "within noise"
-    if change.time * change.ratio < 0:
-        return "unclear"
-    return "faster" if change.ratio < 0 else "slower"
 
 
 def _numbers(change: Change) -> dict[str, str]:
@@ -312,7 +341,7 @@ def _numbers(change: Change) -> dict[str, str]:
         "B / floor": f"{change.new.ratio_to_floor:.3f}",
         "/ floor": _signed(change.ratio),
         "noise": "-" if change.noise != change.noise else f"{100 * change.noise:.1f} %",
-        "verdict": _verdict(change),
+        "verdict": change.verdict,
     }
 
 
@@ -332,11 +361,10 @@ def _best_cells(cell: CellDiff) -> dict[str, str]:
 
 def _cell_parts(cell: CellDiff, top: int) -> list[str]:
     tokens = cell.setting["num_tokens"]
-    beyond = sum(change.exceeds_noise for change in cell.candidates)
-    parts = [
-        f"{tokens} tokens: {len(cell.candidates)} candidates ok in both, {beyond} changed by more "
-        f"than the noise"
-    ]
+    found = [change.verdict for change in cell.candidates]
+    told = ", ".join(f"{found.count(word)} {word}" for word in VERDICTS if word in found)
+    both = f"{len(found)} candidate{'' if len(found) == 1 else 's'} ok in both"
+    parts = [f"{tokens} tokens: {both}{f': {told}' if told else ''}"]
     shown = [
         {
             **_numbers(change),

@@ -1,27 +1,37 @@
 """Freeze confirmed candidates into schedules/<device>/<problem>.json for the op.
 
 What runs today (the frozen schedule, or the built-in default) is left only for a candidate that is
-faster by more than max(1 %, 2 x spread of the gain) in the rounds of one confirmation. Token counts
-that follow each other share an entry where one schedule is within 1 % of the best of each.
+faster by more than max(1 %, 2 x spread of the gain) in the rounds of one confirmation, and in the
+median round of every seed. Token counts that follow each other share an entry where one schedule is
+within 1 % of the best of each and slower than neither what runs today nor the built-in default.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from tl_megamoe.frozen import SCHEMA, FrozenEntry, FrozenFile, read_frozen
+from tl_megamoe.frozen import SCHEMA, FrozenEntry, FrozenFile, lookup, read_frozen
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import Schedule, default_schedule
+from tl_megamoe.schedule import Schedule
 
-from .evidence import MIN_OBSERVATIONS, MIN_SEEDS, Comparison, Confirmed, compare, confirmed
+from .evidence import (
+    MIN_OBSERVATIONS,
+    MIN_SEEDS,
+    SPREADS,
+    Confirmed,
+    compare,
+    confirmed,
+)
+from .space import default_of, frozen_as_run
 from .table import (
     SUMMARY_COLUMNS,
     locked_folder,
@@ -31,13 +41,23 @@ from .table import (
     write_atomically,
 )
 
+logger = logging.getLogger(__name__)
+
 MIN_GAIN = 0.01
 """Least gain for which another schedule replaces the one that runs today."""
-SPREADS = 2.0
-"""The gain must also exceed this many of its own standard errors (`evidence.Comparison`)."""
 SAME = 0.01
 """A schedule within this of the best may serve a token count for the sake of one entry."""
-VERSIONS = ("device", "card", "tilelang", "torch", "driver", "kernel", "commit", "measured_at")
+VERSIONS = (
+    "device",
+    "card",
+    "tilelang",
+    "torch",
+    "driver",
+    "capacity",
+    "kernel",
+    "commit",
+    "measured_at",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +94,7 @@ class Plan:
         data: the whole file.
         summary: rows of summary.csv.
         changes: sentences, one a token count.
+        carried: token counts whose rows of summary.csv stay as they are.
     """
 
     path: Path
@@ -82,6 +103,7 @@ class Plan:
     data: dict[str, Any]
     summary: list[dict[str, Any]]
     changes: list[str] = field(default_factory=list)
+    carried: set[int] = field(default_factory=set)
 
 
 def whole_sizes(problem: Problem) -> dict[str, int]:
@@ -133,8 +155,12 @@ def latest(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose(
-    num_tokens: int, found: Sequence[Confirmed], current: Schedule, mix: Mapping[str, float]
-) -> Choice:
+    num_tokens: int,
+    found: Sequence[Confirmed],
+    current: Schedule,
+    mix: Mapping[str, float],
+    failed: str = "",
+) -> Choice | None:
     """The schedule of one token count.
 
     Args:
@@ -142,31 +168,54 @@ def choose(
         found: its confirmed candidates, the best first.
         current: what runs today; it must be beaten.
         mix: routing -> weight.
+        failed: how the current one failed in that confirmation; empty if it did not.
+
+    Returns:
+        None when what runs today was not timed beside them: nothing can be said then.
     """
     best = found[0]
     now = next((c for c in found if c.schedule == current), None)
     chosen = best
+    if now is None and not failed:
+        return None
     if now is None:
-        why = f"{current.name}, which runs today, was not confirmed beside it"
+        why = f"{current.name}, which runs today, failed: {failed}"
     elif now is best:
         why = "it runs today and is the best confirmed"
     else:
         gain = compare(best, now, mix)
         need = max(MIN_GAIN, SPREADS * gain.spread)
-        if gain.gain > need:
-            why = f"{_gain(gain)} faster than {now.candidate}, which runs today"
+        if gain.gain > need and gain.seeds_won == gain.num_seeds:
+            why = f"{gain} than {now.candidate}, which runs today"
         else:
             chosen = now
-            why = f"it runs today; {best.candidate} is {_gain(gain)} faster, {need:.1%} is asked"
+            why = (
+                f"it runs today; {best.candidate} is {gain}, {need:.1%} and every one of the "
+                f"{gain.num_seeds} seeds is asked, {gain.seeds_won} won"
+            )
     ratios = {c.schedule: c.ratio_to_default / best.ratio_to_default for c in found}
-    acceptable = {s: r for s, r in ratios.items() if r <= 1 + SAME}
+    beaten = [c for c in (now, _default_among(found)) if c is not None]
+    acceptable = {
+        c.schedule: ratios[c.schedule]
+        for c in found
+        if ratios[c.schedule] <= 1 + SAME and not any(_is_slower(c, b, mix) for b in beaten)
+    }
     acceptable[chosen.schedule] = ratios[chosen.schedule]
     evidence = evidence_of(num_tokens, chosen, found, mix)
     return Choice(num_tokens, chosen.schedule, evidence, why, acceptable, tuple(found), current)
 
 
-def _gain(found: Comparison) -> str:
-    return f"{found.gain:.1%} (spread {found.spread:.1%}, {found.num_rounds} rounds)"
+def _default_among(found: Sequence[Confirmed]) -> Confirmed | None:
+    """The built-in default: the candidate whose ratios to itself are all 1."""
+    return next((c for c in found if (c.rows["ratio_to_baseline"] == 1).all()), None)
+
+
+def _is_slower(one: Confirmed, other: Confirmed, mix: Mapping[str, float]) -> bool:
+    """Whether it is slower than another by more than the spread of that allows."""
+    if one is other:
+        return False
+    found = compare(one, other, mix)
+    return found.gain < -SPREADS * found.spread
 
 
 def evidence_of(
@@ -194,8 +243,9 @@ def evidence_of(
         out["runner_up"] = others[0].candidate
         out["margin"] = _digits(margin.gain)
         out["margin_spread"] = _digits(margin.spread)
+        out["margin_rounds"] = f"{margin.rounds_won} of {margin.num_rounds}"
     last = chosen.rows.iloc[-1]
-    out.update({name: str(last[name]) for name in VERSIONS})
+    out.update({name: _plain(last[name]) for name in VERSIONS})
     return out
 
 
@@ -264,10 +314,11 @@ def plan_freeze(
         )
     rows = rows_of(read_table(source, device=device), problem, rank_mode)
     rows = rows[(rows["phase"] == "fused") & (rows["recipe"] == str(recipe))]
+    by_count = {
+        n: rows[rows["num_tokens"] == n] for n in sorted({int(n) for n in rows["num_tokens"]})
+    }
     cells = {
-        tokens: found
-        for tokens in sorted({int(n) for n in rows["num_tokens"]})
-        if (found := confirmed(rows[rows["num_tokens"] == tokens], mix))
+        n: found for n, own in by_count.items() if (found := _valid(own, mix, problem, recipe))
     }
     if not cells:
         raise ValueError(
@@ -280,18 +331,30 @@ def plan_freeze(
     path = schedules / device / f"{problem.name}.json"
     old = read_frozen(path) if path.exists() else None
     if old is not None and old.problem != whole_sizes(problem):
-        old = None
-    mine = _own_entries(old, problem, rank_mode)
-    choices = []
-    for num_tokens, found in cells.items():
-        entry = next((e for e in mine if num_tokens <= e.max_tokens), mine[-1] if mine else None)
-        current = (
-            default_schedule(problem, num_tokens, recipe=recipe)
-            if entry is None
-            else entry.schedule
+        raise ValueError(
+            f"{path} holds another layer: {old.problem}, not {whole_sizes(problem)}. Give the "
+            "problem a name of its own, in a TOML file, or move that file away"
         )
-        choices.append(choose(num_tokens, found, current, mix))
-    choices += [c for c in _carried(mine) if c.num_tokens not in cells]
+    mine = _own_entries(old, problem, rank_mode)
+    carried = {c.num_tokens: c for c in _carried(mine, problem, recipe)}
+    choices, skipped = [], []
+    for num_tokens, found in cells.items():
+        current = _current(problem, device, num_tokens, schedules, recipe, rank_mode)
+        failed = _failure(by_count[num_tokens], current, found[0].run)
+        choice = choose(num_tokens, found, current, mix, failed)
+        if choice is not None:
+            choices.append(choice)
+        elif num_tokens not in carried:
+            skipped.append(
+                f"{num_tokens:>6} tokens  nothing is frozen: {current.name}, which runs today, was "
+                f"not timed in run {found[0].run}; search again"
+            )
+        else:
+            why = f"it runs today and was not timed in run {found[0].run}; search again"
+            choices.append(replace(carried[num_tokens], why=why))
+    choices += [c for n, c in carried.items() if n not in cells]
+    if not choices:
+        raise ValueError("nothing can be frozen. " + "; ".join(t.strip() for t in skipped))
     groups = merge_choices(choices)
     common = {"recipe": str(recipe), "routing": mix_text(mix), "table": _relative(source)}
     entries = _entries(groups, problem, rank_mode, common, mix)
@@ -310,9 +373,8 @@ def plan_freeze(
         },
         summary=_summary_rows(groups),
     )
-    plan.changes = _changes(groups)
-    for schedule, _ in groups:
-        schedule.check(problem, recipe)
+    plan.changes = [*_changes(groups), *skipped]
+    plan.carried = {c.num_tokens for c in choices if not c.candidates}
     return plan
 
 
@@ -320,7 +382,7 @@ def write_freeze(plan: Plan, results: Path, device: str) -> None:
     """Write a plan: the frozen file and the problem's rows of results/<device>/summary.csv."""
     with locked_folder(results / device):
         write_atomically(plan.path, json.dumps(plan.data, indent=1) + "\n")
-        update_summary(results / device / "summary.csv", plan.summary)
+        update_summary(results / device / "summary.csv", plan.summary, plan.carried)
 
 
 def mix_text(mix: Mapping[str, float]) -> str:
@@ -353,10 +415,45 @@ def _entry_json(entry: FrozenEntry) -> dict[str, Any]:
     }
 
 
-def _carried(entries: Sequence[FrozenEntry]) -> list[Choice]:
-    """Token counts of old entries, for those that no row confirms."""
+def _valid(
+    rows: pd.DataFrame, mix: Mapping[str, float], problem: Problem, recipe: Recipe
+) -> list[Confirmed]:
+    """Confirmed candidates that today's rules still allow."""
+    return [c for c in confirmed(rows, mix) if not c.schedule.violations(problem, recipe)]
+
+
+def _current(
+    problem: Problem,
+    device: str,
+    num_tokens: int,
+    schedules: Path,
+    recipe: Recipe,
+    rank_mode: str,
+) -> Schedule:
+    """What the op runs today, as the search confirms it."""
+    gpu_ranks = problem.num_ranks if rank_mode == "virtual" else 1
+    default = default_of(problem, num_tokens, recipe, gpu_ranks)
+    found = lookup(problem, device, num_tokens, root=schedules, rank_mode=rank_mode)
+    if found is None or found.schedule.violations(problem, recipe):
+        return default
+    return frozen_as_run(found.schedule, default, gpu_ranks)
+
+
+def _failure(rows: pd.DataFrame, current: Schedule, run: str) -> str:
+    """How a schedule failed in a run; empty if it did not."""
+    mine = rows[(rows["run"] == run) & (rows["candidate"] == current.name)]
+    mine = mine[~mine["status"].isin(["ok", "duplicate"])]
+    return "" if mine.empty else f"{mine.iloc[-1]['status']} ({mine.iloc[-1]['reason']})"
+
+
+def _carried(entries: Sequence[FrozenEntry], problem: Problem, recipe: Recipe) -> list[Choice]:
+    """Token counts of old entries, for those that no row confirms; what broke a rule is left."""
     out = []
     for entry in entries:
+        broken = entry.schedule.violations(problem, recipe)
+        if broken:
+            logger.warning("up to %d tokens: dropped: %s", entry.max_tokens, "; ".join(broken))
+            continue
         for cell in entry.evidence.get("cells") or [entry.evidence]:
             tokens = int(cell.get("num_tokens", entry.max_tokens))
             why = "kept from the file: no row confirms this token count"

@@ -196,22 +196,33 @@ def _times_of(tables: dict[Path, list[Line]]) -> dict[str, pd.Timestamp]:
 
 
 def _renumber(lines: Sequence[Line]) -> int:
-    """Make `RESUME_KEY` unique: rows whose number is taken get the next free one. Counts them."""
-    at = AT["observation"]
-    work = [AT[name] for name in RESUME_KEY if name != "observation"]
-    highest: dict[tuple[str, ...], int] = {}
+    """Make `RESUME_KEY` unique; counts the rows that get another observation number.
+
+    Candidates are compared within rounds, rows of one run, seed and observation: all rows of a
+    round get the same new number, the next that no row of its cell has.
+    """
+    at, name = AT["observation"], AT["candidate"]
+    cell = [AT[column] for column in RESUME_KEY if column not in ("observation", "candidate")]
+    rounds: dict[tuple[str, ...], dict[tuple[str, str, int], list[Line]]] = {}
+    before: Counter[tuple[str, ...]] = Counter()
     for line in lines:
-        key = tuple(line[i] for i in work)
-        highest[key] = max(highest.get(key, 0), int(line[at]))
-    taken: set[tuple[str, ...]] = set()
+        where = tuple(line[i] for i in cell)
+        one = (*where, line[AT["run"]], line[at], line[name])
+        # Older searches gave the same number to a candidate that they timed again.
+        of_cell = rounds.setdefault(where, {})
+        of_cell.setdefault((line[AT["run"]], line[at], before[one]), []).append(line)
+        before[one] += 1
     changed = 0
-    for line in lines:
-        key = tuple(line[i] for i in work)
-        if (*key, line[at]) in taken:
-            highest[key] += 1
-            line[at] = str(highest[key])
-            changed += 1
-        taken.add((*key, line[at]))
+    for of_cell in rounds.values():
+        highest = max(int(number) for _, number, _ in of_cell)
+        taken: set[tuple[str, str]] = set()
+        for rows in of_cell.values():
+            if taken & {(line[name], line[at]) for line in rows}:
+                highest += 1
+                changed += len(rows)
+                for line in rows:
+                    line[at] = str(highest)
+            taken |= {(line[name], line[at]) for line in rows}
     return changed
 
 

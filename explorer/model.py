@@ -1,8 +1,11 @@
 """`tl-megamoe model`: the cost model's constants, how well they rank, and a fit of them to results.
 
 Only times of one run rank against each other: cards differ, and a card differs from day to day. So
-rows come in groups (problem, tokens, kernel, run, card, stage), correlations are those inside a
-group, and the fit weighs how rows of a group differ more than what they have in common.
+rows come in groups (problem, tokens, run, card), correlations are those inside a group, and the fit
+weighs how rows of a group differ more than what they have in common. Rows are those of the screen,
+which covers the whole space (what is confirmed was chosen by its times), and of the kernel that a
+table measured last. A card drifts within a run: where rows have a baseline, timed beside them, a
+candidate's time is its ratio to that, in the group's median baseline.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
@@ -41,7 +45,9 @@ The last keeps a constant that the rows say nothing about where it was."""
 LEAST_ROWS = 5
 """Rows of a group that has a rank correlation."""
 MAX_STEPS = 15
-GROUP = ("problem", "num_tokens", "num_ranks", "recipe", "kernel", "run", "card", "stage")
+GROUP = ("problem", "num_tokens", "num_ranks", "recipe", "run", "card")
+CHOSEN_ON = "deepseek-v4-flash"
+"""The problem whose rows the model's terms were chosen on: its correlations are no forecast."""
 
 Groups = list["Group"]
 
@@ -65,11 +71,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows whose times compare: one table, token count, kernel, run, card and stage.
+    """Rows whose times compare: one problem, token count, run and card.
 
     Attributes:
         points: one a candidate.
-        log_us: logarithm of the measured time of each, the median of its rows.
+        log_us: logarithm of the time of each in microseconds: the median over its rows of
+            `ratio_to_baseline` times the group's median `baseline_us`, or of `median_us` where a
+            row has no baseline.
         num_rows: rows of the table that it stands for.
     """
 
@@ -87,12 +95,42 @@ class Score:
     """How a set of constants does on groups.
 
     Attributes:
-        correlation: Spearman's, the mean over groups by candidates; NaN without a large one.
-        error: median of |predicted / measured - 1|.
+        correlation: Spearman's: the mean over cells (problem, tokens), a cell's the mean over its
+            groups; NaN without a group of `LEAST_ROWS` candidates.
+        error: median over candidates of |predicted / measured - 1|.
     """
 
     correlation: float
     error: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Measured rows of whole layers that no group holds.
+
+    Attributes:
+        layers: rows of several ranks or of routings other than uniform: the model would need the
+            rows that each expert received, which a table does not hold.
+        stages: rows of confirmations and benches.
+        kernels: rows of the screen of other kernels than the table's last.
+    """
+
+    layers: int = 0
+    stages: int = 0
+    kernels: int = 0
+
+    def __add__(self, other: LeftOut) -> LeftOut:
+        return LeftOut(
+            self.layers + other.layers, self.stages + other.stages, self.kernels + other.kernels
+        )
+
+    def __str__(self) -> str:
+        said = (
+            (self.kernels, "of earlier kernels"),
+            (self.stages, "of other stages"),
+            (self.layers, "of several ranks or other routings"),
+        )
+        return ", ".join(f"{number} rows {what}" for number, what in said if number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +144,8 @@ class Fitted:
     held_out_by: str
 
 
-def read_groups(results: Path, device: str) -> tuple[Groups, int]:
-    """The measured whole layers of a device, and how many such rows were left out.
-
-    Left out are rows of several ranks and of routings other than uniform: the model would need the
-    rows that each expert received, which a table does not hold.
+def read_groups(results: Path, device: str) -> tuple[Groups, LeftOut]:
+    """The screened whole layers of a device, and how many measured rows were left out.
 
     Raises:
         ValueError: the device has no table with such rows.
@@ -118,28 +153,33 @@ def read_groups(results: Path, device: str) -> tuple[Groups, int]:
     from .table import read_table
 
     groups: Groups = []
-    left_out = 0
+    left_out = LeftOut()
     for path in sorted((results / device).glob("*.csv")):
         if path.name == "summary.csv":
             continue
         frame = read_table(path)
         found = (frame["source"] == "measured") & (frame["status"] == "ok")
         frame = frame[found & (frame["phase"] == "fused")]
-        alone = (frame["rank_mode"] == "one") & (frame["routing"] == "uniform")
-        left_out += int((~alone).sum())
-        groups += _groups_of(frame[alone])
+        alone = frame[(frame["rank_mode"] == "one") & (frame["routing"] == "uniform")]
+        screen = alone[alone["stage"] == "screen"]
+        # Rows without a time come before those with one; among equals the last one written counts.
+        newest = screen.sort_values("measured_at", kind="stable")["kernel"].iloc[-1:]
+        last = screen[screen["kernel"].isin(newest)]
+        left_out += LeftOut(
+            len(frame) - len(alone), len(alone) - len(screen), len(screen) - len(last)
+        )
+        groups += _groups_of(last)
     if not groups:
         raise ValueError(
-            f"no measured rows of a whole layer (one rank, uniform routing) in {results / device}. "
-            "Measure some with: tl-megamoe search"
+            "no measured rows of a whole layer (stage screen, one rank, uniform routing) in "
+            f"{results / device}. Measure some with: tl-megamoe search"
         )
     return groups, left_out
 
 
 def _groups_of(frame: pd.DataFrame) -> Iterator[Group]:
-    keys = [name for name in GROUP if name in frame]
     names = list(Schedule().to_dict())
-    for _, rows in frame.groupby(keys, sort=True):
+    for _, rows in frame.groupby(list(GROUP), sort=True):
         first = rows.iloc[0]
         problem = Problem(
             name=str(first["problem"]),
@@ -150,6 +190,7 @@ def _groups_of(frame: pd.DataFrame) -> Iterator[Group]:
             num_ranks=1,
         )
         points, times = [], []
+        steady = rows["ratio_to_baseline"] * float(rows["baseline_us"].median())
         for _, same in rows.groupby("candidate", sort=True):
             values = {
                 n: str(v) if isinstance(v, str) else int(v) for n, v in same.iloc[0][names].items()
@@ -157,7 +198,8 @@ def _groups_of(frame: pd.DataFrame) -> Iterator[Group]:
             schedule = Schedule.from_dict({str(n): v for n, v in values.items()})
             recipe = Recipe.parse(str(first["recipe"]))
             points.append(Point(problem, schedule, int(first["num_tokens"]), recipe))
-            times.append(math.log(float(same["median_us"].median())))
+            us = steady[same.index] if steady.notna().all() else same["median_us"]
+            times.append(math.log(float(us.median())))
         yield Group(
             problem=problem.name,
             num_tokens=int(first["num_tokens"]),
@@ -182,17 +224,33 @@ class Predictions:
         return [[found[p] for p in group.points] for group in self.groups]
 
 
+@dataclass(slots=True)
+class Judged:
+    """What scores are made of: the groups' correlations, a list a cell, and candidates' errors."""
+
+    cells: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    errors: list[float] = field(default_factory=list)
+
+    def add(self, groups: Groups, constants: Constants) -> None:
+        """Judge constants on groups."""
+        for group, found in zip(groups, Predictions(groups).log_us(constants), strict=True):
+            pairs = zip(found, group.log_us, strict=True)
+            self.errors += [abs(math.expm1(f - t)) for f, t in pairs]
+            rho = spearman(found, group.log_us)
+            if not math.isnan(rho):
+                self.cells.setdefault((group.problem, group.num_tokens), []).append(rho)
+
+    def score(self) -> Score:
+        """The means over cells, and the median error."""
+        means = [fmean(values) for values in self.cells.values()]
+        return Score(fmean(means) if means else math.nan, median(self.errors))
+
+
 def score(groups: Groups, constants: Constants) -> Score:
     """Rank correlation and error of constants on groups."""
-    errors: list[float] = []
-    weighted, weight = 0.0, 0
-    for group, found in zip(groups, Predictions(groups).log_us(constants), strict=True):
-        errors += [abs(math.expm1(f - t)) for f, t in zip(found, group.log_us, strict=True)]
-        rho = spearman(found, group.log_us)
-        if not math.isnan(rho):
-            weighted, weight = weighted + rho * len(found), weight + len(found)
-    median = float(pd.Series(errors).median())
-    return Score(weighted / weight if weight else math.nan, median)
+    judged = Judged()
+    judged.add(groups, constants)
+    return judged.score()
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -271,22 +329,14 @@ def fit_and_judge(groups: Groups, on_fit: Callable[[int, int], None] | None = No
     tell(0, total)
     constants = fit(groups)
     tell(1, total)
-    scores: list[tuple[Score, int]] = []
+    held_out = Judged()
     for number, part in enumerate(parts, 2):
         seen = [g for g, k in zip(groups, key, strict=True) if k != part]
         unseen = [g for g, k in zip(groups, key, strict=True) if k == part]
-        scores.append((score(unseen, fit(seen)), sum(len(g.points) for g in unseen)))
+        held_out.add(unseen, fit(seen))
         tell(number, total)
-    held_out = Score(
-        _mean([(s.correlation, n) for s, n in scores]), _mean([(s.error, n) for s, n in scores])
-    )
-    return Fitted(constants, score(groups, BUILT_IN), score(groups, constants), held_out, by)
-
-
-def _mean(pairs: list[tuple[float, int]]) -> float:
-    known = [(value, weight) for value, weight in pairs if not math.isnan(value)]
-    weight = sum(w for _, w in known)
-    return sum(v * w for v, w in known) / weight if weight else math.nan
+    before, after = score(groups, BUILT_IN), score(groups, constants)
+    return Fitted(constants, before, after, held_out.score(), by)
 
 
 def write_constants(fitted: Fitted, groups: Groups, device: str, root: Path | None = None) -> Path:
@@ -408,25 +458,33 @@ def _print_constants(sets: dict[str, Constants], *, explain: bool) -> None:
         print(f"{name:<18}{values}  {unit:<6}  {text if explain else ''}".rstrip())
 
 
-def _print_scores(groups: Groups, left_out: int, sets: dict[str, Constants]) -> None:
+def _print_scores(groups: Groups, left_out: LeftOut, sets: dict[str, Constants]) -> None:
     first, second = sets
     print(
-        f"\nSpearman's rank correlation with the measured time, and the median error\n"
-        f"{'problem':<20}{'tokens':>7}{'rows':>6}{first:>10}{second:>10}{first:>12}{second:>10}"
+        "\nSpearman's rank correlation of predicted and measured times inside a run, and the "
+        "median error.\nRows of stage screen, of the kernel that each table measured last; means "
+        "of correlations over token counts\n"
+        f"{'problem':<20}{'tokens':>7}{'rows':>6}{'candidates':>12}"
+        f"{first:>10}{second:>10}{first:>12}{second:>10}"
     )
-    cells = sorted({(g.problem, g.num_tokens) for g in groups})
-    for problem, tokens in cells:
-        own = [g for g in groups if (g.problem, g.num_tokens) == (problem, tokens)]
-        _print_score(f"{problem:<20}{tokens:>7}", own, sets)
-    _print_score(f"{'all':<20}{'':>7}", groups, sets)
-    if left_out:
-        print(f"{left_out} rows of several ranks or other routings are not in it")
+    for problem in sorted({g.problem for g in groups}):
+        own = [g for g in groups if g.problem == problem]
+        for tokens in sorted({g.num_tokens for g in own}):
+            _print_score(problem, tokens, [g for g in own if g.num_tokens == tokens], sets)
+        note = "  (terms chosen on it)" if problem == CHOSEN_ON else ""
+        _print_score(problem, "mean", own, sets, note)
+    _print_score("all", "mean", groups, sets)
+    kernels = sorted({g.kernel for g in groups})
+    print(f"kernel {', '.join(kernels)}" + (f"; not in it: {left_out}" if str(left_out) else ""))
 
 
-def _print_score(head: str, groups: Groups, sets: dict[str, Constants]) -> None:
+def _print_score(
+    problem: str, tokens: int | str, groups: Groups, sets: dict[str, Constants], note: str = ""
+) -> None:
     scores = [score(groups, constants) for constants in sets.values()]
     rho = "".join(f"{s.correlation:>10.3f}" for s in scores)
     error = "".join(
         f"{100 * s.error:>{width}.1f} %" for s, width in zip(scores, (10, 8), strict=True)
     )
-    print(f"{head}{sum(g.num_rows for g in groups):>6}{rho}{error}")
+    rows, candidates = sum(g.num_rows for g in groups), sum(len(g.points) for g in groups)
+    print(f"{problem:<20}{tokens:>7}{rows:>6}{candidates:>12}{rho}{error}{note}")

@@ -17,6 +17,7 @@ from tl_megamoe.frozen import FrozenFile, read_frozen, schedules_root
 
 from . import figures
 from .document import Block, Figure, Heading, Table, Terms, Words, to_html, to_markdown
+from .glossary import TERMS
 from .schema import STAGES, STATUSES, TableError
 from .section_blocks import drift_figure, number, section_blocks
 from .sections import Section, run_names, sections_of
@@ -27,67 +28,6 @@ logger = logging.getLogger(__name__)
 SUMMARY = "summary.csv"
 FIGURES = "figures"
 MAX_FAILURES = 40
-TERMS = (
-    (
-        "floor",
-        "About the least time that the layer could take on this card: the larger of the time to "
-        "read its weights and activations at the bandwidth that the memory was measured to have, "
-        "and the time for its multiplications at the rate of the yardstick.",
-    ),
-    (
-        "`ratio_to_floor`, `/ floor`",
-        "Time divided by the floor: 1 is at the floor, 1.25 a quarter above it. The floor takes "
-        "the yardstick of its own run, so this is the number that compares different runs and "
-        "cards.",
-    ),
-    (
-        "yardstick",
-        "TFLOP/s that a plain FP8 matrix product (8192 x 8192 x 8192) reaches on the same card "
-        "just before and after. The card is limited by power, so it is faster when cool: a time "
-        "means nothing without the yardstick beside it.",
-    ),
-    (
-        "`ratio_to_baseline`, `/ default`",
-        "Time divided by that of a baseline in the same interleaved round: in the search, the "
-        "built-in default schedule. This is the number that compares candidates that were not "
-        "timed together. Below 1 is faster than the default.",
-    ),
-    (
-        "spread",
-        "Standard deviation of `/ default` over the rounds of a confirmation. Differences smaller "
-        "than twice this are noise.",
-    ),
-    (
-        "p10, p90",
-        "A tenth of the samples (of a confirmed candidate: of the rounds' medians) lie below p10, "
-        "a tenth above p90.",
-    ),
-    (
-        "screen",
-        "Every candidate that a search takes up is checked against a reference and timed briefly. "
-        "It finds "
-        "what is promising; its order among close candidates is not to be trusted.",
-    ),
-    (
-        "confirm",
-        "The best of the screen are timed again by the full protocol: several seeds (other "
-        "routings and inputs), several observations of each, all candidates interleaved. Where a "
-        "candidate is confirmed, that decides.",
-    ),
-    (
-        "bench",
-        "Our schedule (the frozen one unless another was named) beside other implementations.",
-    ),
-    (
-        "frozen",
-        "The schedule that the library takes for a token count; `tl-megamoe why` explains one.",
-    ),
-    (
-        "TFLOP/s, GB/s",
-        "Work of the layer over its time: 2 x routed tokens x 3 x hidden x intermediate "
-        "operations; the bytes of weights and activations that memory must deliver or take.",
-    ),
-)
 
 
 def device_tables(folder: Path) -> dict[str, pd.DataFrame]:
@@ -110,32 +50,55 @@ def device_tables(folder: Path) -> dict[str, pd.DataFrame]:
     return out
 
 
-def write_page(folder: Path, schedules: Path | None = None) -> list[Path]:
-    """Write report.html, report.md and the figures of a device.
+def check_figures(folder: Path, *, draw: bool) -> bool:
+    """Whether figures are to be drawn.
 
-    Without matplotlib both are written without figures, and a warning says so.
+    Without matplotlib a page that has no figures yet is written without, and a warning says so.
+
+    Args:
+        folder: results/<device>.
+        draw: whether they are wanted.
+
+    Raises:
+        NoFiguresError: matplotlib is not installed, and the page that is there has figures.
+    """
+    if not draw:
+        return False
+    try:
+        figures.check_available()
+    except figures.NoFiguresError as error:
+        page = folder / "report.html"
+        if page.is_file() and "<img " in page.read_text(encoding="utf-8"):
+            raise figures.NoFiguresError(
+                f"{page} has figures, and writing it now would lose them: {error}, or write it "
+                "without figures: --no-figures"
+            ) from error
+        logger.warning("the report has no figures: %s", error)
+        return False
+    return True
+
+
+def write_page(folder: Path, schedules: Path | None = None, *, draw: bool = True) -> list[Path]:
+    """Write report.html, report.md and the figures of a device.
 
     Args:
         folder: results/<device>.
         schedules: folder of the frozen files; the package's when None.
+        draw: whether to draw figures (see `check_figures`).
 
     Returns:
         The files that were written, report.html first.
 
     Raises:
-        ValueError: the folder has no table with rows, or a frozen file is corrupt.
+        ValueError: the folder has no table with rows, a frozen file is corrupt, or as
+            `check_figures`.
     """
     tables = device_tables(folder)
     if not tables:
         raise ValueError(
             f"{folder}: no table with rows to report. Make some with: tl-megamoe search"
         )
-    draw = True
-    try:
-        figures.check_available()
-    except figures.NoFiguresError as error:
-        draw = False
-        logger.warning("the report has no figures: %s", error)
+    draw = check_figures(folder, draw=draw)
     device = folder.resolve().name
     frozen = _frozen_files(schedules or schedules_root(), device)
     title, blocks = build(device, tables, frozen, draw=draw)

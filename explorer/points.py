@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,12 @@ def point_schedule(
     point["num_sms"] //= gpu_ranks
     schedule = Schedule(**point)
     return None if schedule.violations(problem, recipe) else schedule
+
+
+def space_digest(space: Space) -> str:
+    """Of what a space holds: numbers of choices mean nothing in another one."""
+    held = repr((space.product, space.bases, space.vary))
+    return hashlib.sha256(held.encode()).hexdigest()[:8]
 
 
 def _ranges(space: Space) -> tuple[Range, ...]:

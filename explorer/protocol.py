@@ -183,7 +183,7 @@ def run_rounds(
         on_block: called when a block is done, for progress.
         warm_up: run every candidate for `Rules.warm_up_ms` first. False only where the card is warm
             and has captured these candidates, as in a second observation right after the first. A
-            bench that may have started anew after a failure is warmed up in any case.
+            bench that may have started anew after a failure is warmed up with all in any case.
         readings: yardsticks of earlier calls on this card, which say what is usual; this call
             appends its own.
 
@@ -194,25 +194,23 @@ def run_rounds(
     shuffler = random.Random(seed)
     collected = {name: _Collected() for name in names}
     failed: dict[str, Failure] = {}
-    for name in names if warm_up else ():
-        try:
-            bench.warm_up(name)
-        except CandidateFailed as error:
-            failed[name] = Failure(error.status, error.reason)
-    cold, before = bool(failed), None
+    cold, before = warm_up, None
     for _ in range(rules.rounds):
         order = [name for name in names if name not in failed]
         shuffler.shuffle(order)
         for name in order:
+            if cold:
+                _warm_up_all(bench, names, failed)
+                cold, before = False, None
+            if name in failed:
+                continue
             try:
                 if before is None:
-                    if cold:
-                        bench.warm_up(name)
                     before = bench.yardstick()
                 block, drifted, around = _steady_block(bench, name, before, rules, readings)
             except CandidateFailed as error:
                 failed[name] = Failure(error.status, error.reason)
-                cold, before = True, None  # the bench may have started anew on a cold card
+                cold = True  # the bench may have started anew on a cold card
                 continue
             before = around[1]
             found = collected[name]
@@ -222,6 +220,19 @@ def run_rounds(
             if on_block is not None:
                 on_block(name)
     return {name: failed.get(name) or _summarise(collected[name]) for name in names}
+
+
+def _warm_up_all(bench: Bench, names: Sequence[str], failed: dict[str, Failure]) -> None:
+    """Warm up with every candidate that has not failed; anew after one that does so now."""
+    before = -1
+    while before != len(failed):
+        before = len(failed)
+        for name in names:
+            if name not in failed:
+                try:
+                    bench.warm_up(name)
+                except CandidateFailed as error:
+                    failed[name] = Failure(error.status, error.reason)
 
 
 def _steady_block(

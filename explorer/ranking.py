@@ -8,14 +8,20 @@ choice beside a named baseline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
 
-from .evidence import Confirmed, confirmed
+from tl_megamoe.problem import Problem
+from tl_megamoe.recipe import Recipe
+
+from .evidence import MEDIAN_ERROR, Confirmed, confirmed
 from .freeze import latest
+from .space import default_of
 
 CELL = ["device", "source", "phase", "recipe", "routing", "seed", "num_tokens"]
 GROUP = ["problem", "num_ranks", "rank_mode"]
@@ -33,6 +39,18 @@ NUMBERS = [
     "ratio_to_baseline",
 ]
 """Columns of measured numbers that observations of one candidate are joined by."""
+BENCH_NUMBERS = [
+    "median_us",
+    "p10_us",
+    "p90_us",
+    "floor_us",
+    "ratio_to_floor",
+    "yardstick_tflops",
+    "power_w",
+    "baseline_us",
+    "ratio_to_baseline",
+]
+"""The same of bench rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +60,7 @@ class Best:
     Attributes:
         stage: `confirm` or `screen`.
         ratio_to_default: time over the built-in default schedule's, in the same rounds.
-        spread: robust standard deviation of that ratio over the rounds; NaN for a screened row.
+        spread: robust standard deviation of that ratio from round to round; NaN for a screened row.
         default_us: the default's time beside it.
         num_rounds, num_seeds: rounds of timing, and routings among them.
         p10_us, p90_us: of a confirmed candidate over its rounds' medians, else of the samples.
@@ -70,10 +88,11 @@ class Best:
 
     @property
     def noise(self) -> float:
-        """How far `median_us` and its ratios may be off, as a part of them: two standard
-        deviations over the rounds of a confirmation, half of p10 to p90 of a screened row."""
+        """How far `median_us` and its ratios may be off, as a part of them: two standard errors
+        of the median over the rounds of a confirmation, half of p10 to p90 of a screened row."""
         if self.stage == "confirm":
-            return 2 * self.spread / self.ratio_to_default
+            error = MEDIAN_ERROR * self.spread / math.sqrt(self.num_rounds)
+            return 2 * error / self.ratio_to_default
         return (self.p90_us - self.p10_us) / 2 / self.median_us
 
 
@@ -214,11 +233,12 @@ def best_screened(row: Any) -> Best:
 
 
 def benched(rows: pd.DataFrame) -> pd.DataFrame:
-    """The bench of each baseline, by its last run: a row a baseline and version.
+    """The bench of each baseline: a row a baseline, of the version, schedule, kernel and card that
+    were timed last. Rows of several seeds or runs are joined.
 
     Returns:
-        Columns baseline, baseline_version, candidate, kernel, run, median_us, baseline_us,
-        ratio_to_baseline, floor_us (medians over its rows), rounds (rows).
+        Columns baseline, baseline_version, candidate, kernel, card, BENCH_NUMBERS (medians over
+        its rows; ratio_to_baseline of ratios that were taken within a run each), n (rows).
     """
     timed = rows[
         (rows["stage"] == "bench") & (rows["status"] == "ok") & rows["ratio_to_baseline"].notna()
@@ -226,15 +246,54 @@ def benched(rows: pd.DataFrame) -> pd.DataFrame:
     out = []
     for name, own in timed.groupby("baseline", sort=True):
         last = own.iloc[-1]
-        keys = ["baseline_version", "candidate", "kernel", "run"]
+        keys = ["baseline_version", "candidate", "kernel", "card"]
         same = own[(own[keys] == last[keys]).all(axis=1)]
-        numbers = ("median_us", "baseline_us", "ratio_to_baseline", "floor_us")
         out.append(
             {
                 "baseline": str(name),
                 **{key: str(last[key]) for key in keys},
-                **{number: float(same[number].median()) for number in numbers},
-                "rounds": len(same),
+                **{number: float(same[number].median()) for number in BENCH_NUMBERS},
+                "n": len(same),
             }
         )
     return pd.DataFrame(out)
+
+
+# ---- the built-in default
+
+
+def problem_of_row(row: Mapping[str, Any] | pd.Series[Any]) -> Problem | None:
+    """The layer of a row as it ran; None if its sizes are none of a layer."""
+    names = ("num_ranks", "hidden", "intermediate", "num_local_experts", "num_topk")
+    try:
+        return _problem(str(row["problem"]), str(row["rank_mode"]), *(int(row[n]) for n in names))
+    except (TypeError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=64)
+def _problem(
+    name: str, mode: str, ranks: int, hidden: int, intermediate: int, experts: int, topk: int
+) -> Problem:
+    whole = Problem(
+        name=name,
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=experts * ranks,
+        num_topk=topk,
+        num_ranks=ranks,
+    )
+    return whole.one_rank() if mode == "one" else whole
+
+
+def default_name(row: Mapping[str, Any] | pd.Series[Any]) -> str:
+    """The candidate that is the built-in default of a row's cell; empty if it has none."""
+    problem = problem_of_row(row)
+    if problem is None:
+        return ""
+    gpu_ranks = int(row["num_ranks"]) if row["rank_mode"] == "virtual" else 1
+    try:
+        recipe = Recipe.parse(str(row["recipe"]))
+        return default_of(problem, int(row["num_tokens"]), recipe, gpu_ranks).name
+    except (TypeError, ValueError):
+        return ""

@@ -25,7 +25,7 @@ from .table import append_rows, read_table, table_path
 
 if TYPE_CHECKING:
     from .cell import Cell
-    from .search import SearchOptions
+    from .options import SearchOptions
 
 BASELINE = "default_schedule"
 """Name of the baseline in the rows of a search."""
@@ -76,8 +76,13 @@ class Seen:
 
     @property
     def score(self) -> float:
-        """What candidates of a cell are ordered by: the median ratio, or time without any."""
-        return median(self.ratios or self.times_us)
+        """What candidates of a cell are ordered by: the median ratio to the default's time."""
+        return median(self.ratios)
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it ran and has a score."""
+        return self.ok and bool(self.ratios)
 
 
 class Recorder:
@@ -154,19 +159,25 @@ class Recorder:
                 self._broken.add((*where, row["candidate"]))
 
     def confirmed_together(
-        self, cell: Cell, names: set[str], seeds: Sequence[int], observations: int
+        self, cells: Sequence[Cell], names: set[str], seeds: Sequence[int], observations: int
     ) -> bool:
-        """Whether one run has all observations of these candidates, or their failures."""
-        with self._lock:
-            return any(
-                all(
-                    (*where, name) in self._broken
-                    or all(found.get(name, Counter())[seed] >= observations for seed in seeds)
-                    for name in names
-                )
-                for where, found in self._confirmed.items()
-                if where[:2] == (cell.num_tokens, cell.routing)
+        """Whether one run has all observations of these candidates in all cells, or their failures.
+
+        A run in which the default failed has no ratios and confirmed nothing.
+        """
+
+        def complete(cell: Cell, run: str) -> bool:
+            where = cell.num_tokens, cell.routing, run
+            found = self._confirmed.get(where, {})
+            return (*where, cell.baseline.name) not in self._broken and all(
+                (*where, name) in self._broken
+                or all(found.get(name, Counter())[seed] >= observations for seed in seeds)
+                for name in names
             )
+
+        with self._lock:
+            runs = {run for _, _, run in self._confirmed}
+            return any(all(complete(cell, run) for cell in cells) for run in runs)
 
     def seen(self, cell: Cell, schedule: Schedule, stage: str = "screen") -> Seen | None:
         """What is known of a candidate; None when it has no row."""

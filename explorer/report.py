@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,201 +24,15 @@ from .args import (
     one_count,
     running_problem,
 )
-from .evidence import MIN_OBSERVATIONS, MIN_SEEDS
 from .freeze import flags_of, rows_of
-from .ranking import (
-    CELL,
-    GROUP,
-    benched,
-    best_of,
-    confirmed_of,
-    order_column,
-    ranked,
-    ranked_cells,
-    ranking_columns,
-    screened,
-    status_counts,
-)
+from .ranking import GROUP, order_column, problem_of_row, ranked_cells, status_counts
+from .report_text import render
+from .schema import STAGES
 
 __all__ = ["add_parser", "order_column", "ranked_cells", "render", "run", "status_counts"]
-MEASURED_COLUMNS = {
-    "candidate": "candidate",
-    "median_us": "median us",
-    "p10_us": "p10",
-    "p90_us": "p90",
-    "ratio_to_floor": "/ floor",
-    "ratio_to_baseline": "/ default",
-    "tflops": "TFLOP/s",
-    "hbm_gbs": "GB/s",
-    "nvlink_gbs": "NVLink GB/s",
-    "yardstick_tflops": "yardstick",
-}
-MODEL_COLUMNS = {
-    "candidate": "candidate",
-    "predicted_us": "predicted us",
-    "registers": "registers",
-    "spill_bytes": "spills",
-    "smem_bytes": "smem",
-    "num_wgmma": "wgmma",
-}
 
-
-# ---- text
-
-
-def render(frame: pd.DataFrame, top: int = 10) -> str:
-    """The report as text: ranked tables a cell, then the best of each cell.
-
-    Args:
-        frame: rows of any problems and ranks; each gets tables of its own.
-        top: candidates shown of each table.
-    """
-    groups = frame.groupby(GROUP, sort=True)
-    return "\n\n".join(_render_group(rows, top) for _, rows in groups)
-
-
-def _render_group(frame: pd.DataFrame, top: int) -> str:
-    parts, best = [], []
-    keys = [name for name in CELL if name != "seed"]
-    for values, rows in frame.groupby(keys, sort=True):
-        cell = dict(zip(keys, values, strict=True))
-        parts.append(_title(cell, rows.iloc[0]))
-        if cell["source"] == "measured":
-            parts += _confirmed_parts(rows, top)
-        parts += _screen_parts(rows, str(cell["source"]), top)
-        parts += _bench_parts(rows)
-        parts.append("")
-        line = _best_line(cell, rows)
-        if line:
-            best.append(line)
-    if len(best) > 1:
-        parts += ["Best of each cell", *best]
-    return "\n".join(parts).rstrip()
-
-
-def _title(cell: dict[str, Any], first: Any) -> str:
-    measured = cell["source"] == "measured"
-    return (
-        f"{first['problem']}, {cell['num_tokens']} tokens, {first['num_ranks']} ranks "
-        f"({first['rank_mode']}), {cell['routing']} routing, {cell['phase']}, {cell['recipe']}, "
-        f"{'measured on' if measured else 'source=model, not measured:'} {cell['device']}"
-    )
-
-
-def _numbered(table: pd.DataFrame) -> str:
-    table.index = pd.RangeIndex(1, len(table) + 1)
-    return table.to_string(float_format=lambda v: f"{v:.4g}", na_rep="-")
-
-
-def _failure_lines(rows: pd.DataFrame, top: int) -> list[str]:
-    """Why rows are not `ok`, the rarest reason first, since the commonest is known to all.
-
-    A duplicate is no failure and only counted.
-    """
-    failures = rows[~rows["status"].isin(["ok", "duplicate"])]
-    groups = [
-        (len(own), str(status), str(reason), str(own["candidate"].iloc[0]))
-        for (status, reason), own in failures.groupby(["status", "reason"], sort=True)
-    ]
-    lines = [
-        f"  {status}: {name}{f' and {count - 1} more' if count > 1 else ''}: {reason[:120]}"
-        for count, status, reason, name in sorted(groups)
-    ]
-    left = len(lines) - top
-    return lines[:top] + ([f"  {left} other reasons"] if left > 0 else [])
-
-
-def _confirmed_parts(rows: pd.DataFrame, top: int) -> list[str]:
-    timed = rows[rows["stage"] == "confirm"]
-    if timed.empty:
-        return []
-    found = confirmed_of(rows)
-    if not found:
-        return [
-            f"confirm: {len(timed)} rows of {timed['candidate'].nunique()} candidates, none of "
-            f"this kernel with {MIN_OBSERVATIONS} observations of {MIN_SEEDS} seeds each",
-            *_failure_lines(timed, top),
-        ]
-    first = found[0]
-    run = timed[timed["run"] == first.run]
-    shown = [
-        {
-            "candidate": one.candidate,
-            "median us": one.median_us,
-            "p10": one.p10_us,
-            "p90": one.p90_us,
-            "/ floor": one.ratio_to_floor,
-            "/ default": one.ratio_to_default,
-            "spread": one.spread,
-            "yardstick": one.yardstick_tflops,
-        }
-        for one in found[:top]
-    ]
-    return [
-        f"confirm: {len(found)} candidates, {first.num_observations} rounds over "
-        f"{first.num_seeds} seeds{f' in run {first.run}' if first.run else ''}; "
-        "ranked by / default, the median over the rounds",
-        _numbered(pd.DataFrame(shown)),
-        *_failure_lines(run, top),
-    ]
-
-
-def _screen_parts(rows: pd.DataFrame, source: str, top: int) -> list[str]:
-    parts = []
-    columns = MEASURED_COLUMNS if source == "measured" else MODEL_COLUMNS
-    found = screened(rows)
-    for seed, own in found.groupby("seed", sort=True):
-        ordered = ranked(own, source)
-        good = ordered[ordered["status"] == "ok"]
-        by = ranking_columns(good, source)[0]
-        seed_text = f", seed {seed}" if found["seed"].nunique() > 1 else ""
-        text = f"screen{seed_text}: {len(own)} candidates: {status_counts(ordered)}"
-        if source == "measured" and good["floor_us"].notna().any():
-            text += f"; floor {good['floor_us'].iloc[0]:.1f} us"
-        parts.append(f"{text}; ranked by {columns.get(by, by)}" if len(good) else text)
-        if len(good):
-            held = [c for c in columns if c != "nvlink_gbs" or good[c].notna().any()]
-            parts.append(_numbered(good.head(top)[held].rename(columns=columns)))
-        parts += _failure_lines(ordered, top)
-    return parts
-
-
-def _bench_parts(rows: pd.DataFrame) -> list[str]:
-    parts = []
-    for row in benched(rows).to_dict("records"):
-        parts.append(
-            f"bench: {row['median_us']:.1f} us beside {row['baseline']} "
-            f"{row['baseline_version']} in {row['baseline_us']:.1f} us: "
-            f"{row['ratio_to_baseline']:.3f} of its time ({row['rounds']} rows), "
-            f"{row['candidate']}"
-        )
-    bench = rows[rows["stage"] == "bench"]
-    timed = set(bench.loc[bench["baseline_us"].notna(), "baseline"]) | {""}
-    for name in sorted(set(bench["baseline"]) - timed):
-        notes = bench.loc[bench["baseline"] == name, "notes"].iloc[-1]
-        parts.append(f"bench: no time of {name}: {notes[:120]}")
-    return parts + _failure_lines(bench, len(rows))
-
-
-def _best_line(cell: dict[str, Any], rows: pd.DataFrame) -> str:
-    tokens = f"  {cell['num_tokens']:>6} tokens  "
-    if cell["source"] == "measured":
-        best = best_of(rows)
-        if best is None:
-            return ""
-        held = best.ratio_to_floor == best.ratio_to_floor
-        floor = f", {best.ratio_to_floor:.3f} of the floor" if held else ""
-        word = "confirmed" if best.stage == "confirm" else "screened"
-        return f"{tokens}{best.median_us:.1f} us{floor}  {best.candidate}  ({word})"
-    good = screened(rows)
-    good = good[good["status"] == "ok"]
-    if good.empty:
-        return ""
-    row = ranked(good, "model").iloc[0]
-    return f"{tokens}predicted {row['predicted_us']:.1f} us  {row['candidate']}"
-
-
-# ---- command line
+Tables = dict[Path, pd.DataFrame]
+"""Rows by the file that they are in; their index is the row's place in it."""
 
 
 def add_parser(add: Callable[..., Any]) -> None:
@@ -234,12 +49,17 @@ def add_parser(add: Callable[..., Any]) -> None:
     parser.add_argument("--out", type=Path, default=DEFAULT_RESULTS, help="results folder")
     parser.add_argument("--device", help="as nvidia-h200 (all with rows)")
     parser.add_argument("--top", type=one_count, default=10, help="candidates of a table (10)")
-    parser.add_argument("--csv", action="store_true", help="print the rows as CSV")
+    parser.add_argument("--csv", action="store_true", help="print the rows as CSV, as they stand")
     parser.add_argument(
         "--write",
         action="store_true",
         help="also write <device>/report.html and report.md: all rows of the device, whatever "
         "limits the text",
+    )
+    parser.add_argument(
+        "--no-figures",
+        action="store_true",
+        help="with --write: write the page without figures, even over one that has some",
     )
     parser.add_argument("--schedules", type=Path, help="folder of the frozen files, for --write")
     parser.add_argument(
@@ -256,20 +76,55 @@ def run(args: argparse.Namespace) -> int:
     problem = _asked_problem(args)
     if args.diff:
         return _run_diff(args, problem)
-    if args.schedules and not args.write:
-        raise ValueError("--schedules names the frozen files of the page: add --write")
-    frame = _chosen_rows(args, problem)
+    for flag in ("schedules", "no_figures"):
+        if getattr(args, flag) and not args.write:
+            raise ValueError(f"--{flag.replace('_', '-')} belongs to the page: add --write")
+    limited = args.tokens is not None or args.recipe is not None
+    if problem is None and not (args.write or args.csv or limited):
+        print(_listing(_tables(args, None)))
+        return 0
+    tables = _chosen(args, problem)
     if args.csv:
-        frame.to_csv(sys.stdout, index=False)
+        _print_lines(tables)
     else:
-        print(render(frame, args.top))
+        print(render(pd.concat(tables.values(), ignore_index=True), args.top, args.schedules))
     if args.write:
-        from .page import write_page
-
-        for device in sorted(set(frame["device"])):
-            for path in write_page(args.out / device, args.schedules):
-                print(f"wrote {path}", file=sys.stderr)
+        _write_pages(args, tables)
     return 0
+
+
+def _print_lines(tables: Tables) -> None:
+    """Rows as they stand in their files: numbers keep the digits that they have there."""
+    from .schema import COLUMNS
+    from .table import read_lines
+
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(COLUMNS)
+    for path, frame in tables.items():
+        lines = read_lines(path)
+        out.writerows(lines[place] for place in frame.index)
+
+
+def _write_pages(args: argparse.Namespace, tables: Tables) -> None:
+    from .page import check_figures, write_page
+
+    devices: dict[str, bool] = {}  # whether it has measured rows
+    for frame in tables.values():
+        for device, rows in frame.groupby("device"):
+            measured = bool((rows["source"] == "measured").any())
+            devices[str(device)] = devices.get(str(device), False) or measured
+    chosen = [device for device in sorted(devices) if devices[device] or args.device]
+    for device in sorted(set(devices) - set(chosen)):
+        print(
+            f"no page of {device}: its rows are of the cost model. For one add --device {device}",
+            file=sys.stderr,
+        )
+    for device in chosen:
+        check_figures(args.out / device, draw=not args.no_figures)
+    for device in chosen:
+        written = write_page(args.out / device, args.schedules, draw=not args.no_figures)
+        for path in written:
+            print(f"wrote {path}", file=sys.stderr)
 
 
 def _asked_problem(args: argparse.Namespace) -> tuple[Problem, str] | None:
@@ -278,13 +133,14 @@ def _asked_problem(args: argparse.Namespace) -> tuple[Problem, str] | None:
     Raises:
         ValueError: as `running_problem`, or ranks without a problem.
     """
-    named = args.problem is not None or any(getattr(args, name) is not None for name in SIZES)
-    if named or not (args.write or args.diff):
+    if args.problem is not None or any(getattr(args, name) is not None for name in SIZES):
         return running_problem(args)
     if args.ranks is not None or args.rank_mode != "one":
+        given = [] if args.ranks is None else [f"--ranks {args.ranks}"]
+        given += [] if args.rank_mode == "one" else [f"--rank-mode {args.rank_mode}"]
         raise ValueError(
-            f"--ranks {args.ranks} --rank-mode {args.rank_mode} without --problem: they choose "
-            "among the rows of a problem. Add --problem, or leave them away for all rows"
+            f"{' '.join(given)} without --problem: they choose among the rows of a problem. Add "
+            "--problem, or leave them away for all rows"
         )
     return None
 
@@ -312,46 +168,114 @@ def select(
     return rows
 
 
-def _chosen_rows(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> pd.DataFrame:
-    """The rows that the arguments choose, over all tables.
+def _tables(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> Tables:
+    """The tables with rows of the device and problem that the arguments name."""
+    from .page import device_tables
+    from .table import read_table
+
+    device = device_key(args.device) if args.device else "*"
+    if problem is not None:
+        paths = sorted(args.out.glob(f"{device}/{problem[0].name}.csv"))
+        return {path: read_table(path) for path in paths}
+    folders = sorted(path for path in args.out.glob(device) if path.is_dir())
+    return {
+        folder / f"{name}.csv": frame
+        for folder in folders
+        for name, frame in device_tables(folder).items()
+    }
+
+
+def _chosen(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> Tables:
+    """The rows that the arguments choose.
 
     Raises:
         ValueError: there are none.
     """
-    from .page import device_tables
-    from .table import read_table
+    tables = _tables(args, problem)
+    wanted = {"device": device_key(args.device) if args.device else None, "recipe": args.recipe}
 
-    device = device_key(args.device) if args.device else None
-    pattern = f"{device or '*'}/{problem[0].name if problem else '*'}.csv"
-    if problem is None:
-        folders = sorted(path for path in args.out.glob(device or "*") if path.is_dir())
-        frames = [frame for folder in folders for frame in device_tables(folder).values()]
-    else:
-        frames = [read_table(path) for path in sorted(args.out.glob(pattern))]
-    wanted = {"device": device, "recipe": args.recipe}
-    frames = [select(frame, problem, args.tokens, **wanted) for frame in frames]
-    frames = [frame for frame in frames if len(frame)]
-    if frames:
-        return pd.concat(frames, ignore_index=True)
-    limits = (
-        f"{f', recipe {args.recipe}' if args.recipe else ''}"
-        f"{f' at {args.tokens} tokens' if args.tokens else ''} in {args.out / pattern}. Make some "
-    )
-    if problem is None:
-        raise ValueError(f"no rows{limits}with: tl-megamoe search --problem ... --tokens 512")
+    def chosen(tokens: tuple[int, ...] | None) -> Tables:
+        found = {p: select(f, problem, tokens, **wanted) for p, f in tables.items()}
+        return {path: frame for path, frame in found.items() if len(frame)}
+
+    found = chosen(args.tokens)
+    if found:
+        return found
+    pattern = f"{wanted['device'] or '*'}/{problem[0].name if problem else '*'}.csv"
+    recipe = f", recipe {args.recipe}" if args.recipe else ""
+    rows = "no rows"
+    if problem is not None:
+        rows += f" of problem {problem[0].name!r} with {problem[0].table_num_ranks} ranks "
+        rows += f"({problem[1]})"
+    others = sorted({int(t) for frame in chosen(None).values() for t in frame["num_tokens"]})
+    if args.tokens and others:
+        raise ValueError(
+            f"{rows}{recipe} at {_joined(args.tokens)} tokens in {args.out / pattern}; there are "
+            f"rows at {_joined(others)}. Name some of these with --tokens, or leave it away"
+        )
+    flags = flags_of(*problem) if problem else "--problem ..."
     raise ValueError(
-        f"no rows of problem {problem[0].name!r} with {problem[0].table_num_ranks} ranks "
-        f"({problem[1]}){limits}with: tl-megamoe search {flags_of(*problem)} --tokens 512"
+        f"{rows}{recipe} in {args.out / pattern}. Make some with: tl-megamoe search {flags} "
+        f"--tokens {_joined(args.tokens or (512,), ',')}"
         f"{f' --recipe {args.recipe}' if args.recipe else ''}"
+    )
+
+
+def _joined(counts: tuple[int, ...] | list[int], comma: str = ", ") -> str:
+    return comma.join(map(str, counts))
+
+
+def _listing(tables: Tables) -> str:
+    """The tables that there are, and how to see one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lines = []
+    for path, frame in tables.items():
+        for _, rows in frame.groupby(GROUP, sort=True):
+            first = rows.iloc[0]
+            problem = problem_of_row(first)
+            flags = flags_of(problem, str(first["rank_mode"])) if problem is not None else "-"
+            stages = rows["stage"].value_counts()
+            lines.append(
+                {
+                    "device": str(first["device"]),
+                    "problem": str(first["problem"]),
+                    "ranks": f"{first['num_ranks']} ({first['rank_mode']})",
+                    "rows": str(len(rows)),
+                    "stages": ", ".join(f"{stages[s]} {s}" for s in STAGES if s in stages),
+                    "tokens": _joined(sorted({int(t) for t in rows["num_tokens"]}), ","),
+                    "see it with": f"tl-megamoe report {flags} --out {path.parent.parent}",
+                }
+            )
+    if not lines:
+        raise ValueError(
+            "no results table with rows in the folder that --out and --device name. Make one with: "
+            "tl-megamoe search --problem ... --tokens 512"
+        )
+    columns = list(lines[0])
+    table = [columns, *([line[name] for name in columns] for line in lines)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    text = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table]
+    return "\n".join(
+        [
+            *(line.rstrip() for line in text),
+            "--device takes one device, --tokens some counts; --write makes the page of each "
+            "device.",
+        ]
     )
 
 
 def _run_diff(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> int:
     from .diff import compare, read_side, render_diff
 
-    for flag in ("write", "csv", "device", "schedules"):
+    for flag in ("write", "csv", "device", "schedules", "no_figures"):
         if getattr(args, flag):
-            raise ValueError(f"--diff prints what changed between two tables: --{flag} not with it")
+            raise ValueError(
+                f"--diff prints what changed between two tables: --{flag.replace('_', '-')} not "
+                "with it"
+            )
     sides = [read_side(path) for path in args.diff]
     chosen = [select(side, problem, args.tokens, recipe=args.recipe) for side in sides]
     for path, side in zip(args.diff, chosen, strict=True):

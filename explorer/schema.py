@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ SOURCES = ("measured", "model")
 STAGES = ("screen", "confirm", "bench")
 WORDS = {"status": STATUSES, "source": SOURCES, "rank_mode": RANK_MODES, "stage": STAGES}
 """Column -> the words it may hold, checked when rows are read and when they are appended."""
+POSITIVE = ("median_us", "p10_us", "p90_us", "floor_us", "baseline_us", "yardstick_tflops")
+"""Columns that hold positive, finite numbers where they are given; checked as `WORDS` are, with
+`num_samples`, at least 1, and the order of the quantiles."""
 
 SCHEDULE_COLUMNS = {f.name: type(f.default).__name__ for f in fields(Schedule)}
 COLUMNS: dict[str, str] = {
@@ -265,7 +269,8 @@ def lines_of(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]
     """The texts of rows, column by column; those of missing columns are empty.
 
     Raises:
-        TableError: a column that the schema does not know, a value of the wrong type.
+        TableError: a column that the schema does not know, a value of the wrong type, or a number
+            that cannot be (`POSITIVE`).
     """
     for row in rows:
         unknown = sorted(set(row) - set(columns))
@@ -274,7 +279,35 @@ def lines_of(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]
                 f"row with unknown columns {', '.join(unknown)}: a new column needs a new SCHEMA "
                 f"(now {SCHEMA}) and a migration of the files"
             )
-    return [[_text(name, kind, row.get(name)) for name, kind in columns.items()] for row in rows]
+    lines = [[_text(name, kind, row.get(name)) for name, kind in columns.items()] for row in rows]
+    for line, what in _impossible_numbers(lines, columns):
+        raise TableError(f"row of candidate {rows[line].get('candidate')!r}: {what}")
+    return lines
+
+
+def _impossible_numbers(
+    lines: Sequence[Sequence[str]], columns: Mapping[str, str]
+) -> Iterator[tuple[int, str]]:
+    """Number of a line, from 0, and what is wrong, for each whose numbers cannot be.
+
+    Args:
+        lines: texts, column by column, each of its column's type.
+        columns: name -> type.
+    """
+    places = [(name, i) for i, name in enumerate(columns) if name in (*POSITIVE, "num_samples")]
+    for number, line in enumerate(lines):
+        found = {name: float(line[i]) for name, i in places if line[i]}
+        for name, value in found.items():
+            if name == "num_samples":
+                if value < 1:
+                    yield number, f"column num_samples must be at least 1, found {value:g}"
+            elif not 0 < value < math.inf:
+                yield number, f"column {name} must hold positive finite numbers, found {value:g}"
+        order = [name for name in ("p10_us", "median_us", "p90_us") if name in found]
+        for low, high in pairwise(order):
+            if found[low] > found[high]:
+                what = f"column {low} must not exceed {high}, found {found[low]:g} and "
+                yield number, f"{what}{found[high]:g}"
 
 
 def csv_text(lines: Sequence[Sequence[str]]) -> str:
@@ -386,8 +419,8 @@ def parse(text: str, path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     """A typed frame from the text of a whole file, of this schema or an older one.
 
     Raises:
-        TableError: as `current_lines`, a value of the wrong type, or a word outside `WORDS`. It
-            names the file, the line and what to do.
+        TableError: as `current_lines`, a value of the wrong type, a word outside `WORDS`, or a
+            number that cannot be (`POSITIVE`). It names the file, the line and what to do.
     """
     lines, _ = current_lines(text, path, columns)
     frame = typed_frame(lines[1:], columns, path)
@@ -398,6 +431,8 @@ def parse(text: str, path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
                 at = int(strange.to_numpy().argmax())
                 what = f"{name} {frame[name].iloc[at]!r} is none of {', '.join(allowed)}"
                 raise bad_line(path, at + 2, what)
+    for line, what in _impossible_numbers(lines[1:], columns):
+        raise bad_line(path, line + 2, what)
     return frame
 
 

@@ -26,6 +26,7 @@ class CellBench(Bench, Protocol):
     """`protocol.Bench` with the checks around it: `measure.RemoteBench` or a fake."""
 
     def start(self) -> dict[str, str]: ...
+    def facts(self) -> dict[str, str]: ...
     def cell(
         self,
         num_tokens: int,
@@ -138,6 +139,7 @@ class Round:
             args = (self.cell, schedule, found, self.info, yardstick, baseline)
             row = self.recorder.measured_row(*args, stage=self.stage, seed=self.seed)
             rows.append({**row, **extra})
+        self.recorder.meet(self.bench.facts())
         self.recorder.write(rows)
 
     def recheck(self, schedules: Sequence[Schedule]) -> None:
@@ -150,7 +152,8 @@ class Round:
 
     def _fail(self, schedule: Schedule, found: CheckResult) -> None:
         self.ready.pop(schedule.name, None)
-        self.failed.add(schedule)
+        if schedule != self.cell.baseline:  # all need it: the next round tries it again
+            self.failed.add(schedule)
         self.recorder.write(
             [self.recorder.check_row(self.cell, schedule, found, self.stage, self.seed)]
         )
@@ -192,7 +195,13 @@ def screen(
             batch = build(cell, asked)
             bar.update(len(asked))
             if not batch:  # failures have rows now, so that the next batch is another one
-                asked = strategy.ask()
+                again = strategy.ask()
+                if again == asked:
+                    logger.warning(
+                        "%s: %d candidates cannot run and have no row", label, len(asked)
+                    )
+                    return
+                asked = again
                 continue
             if stage is None:
                 info = bench.cell(cell.num_tokens, cell.source, seed, rules)

@@ -152,6 +152,7 @@ def options_of(args: argparse.Namespace) -> SearchOptions:
             "recipe": recipe_of(args),
             "phase": args.phase,
             "routings": {routing_name(routing): routing for routing in mix},
+            "mix": {routing_name(routing): weight for routing, weight in mix.items()},
             "seed": args.seed,
             "limit": args.limit,
             **extra,

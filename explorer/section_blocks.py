@@ -10,11 +10,15 @@ import pandas as pd
 
 from . import figures
 from .document import Block, Figure, Heading, Table, Words
-from .ranking import by_tokens, ranked, screened
+from .glossary import MEDIANS
+from .ranking import Best, by_tokens, default_name, ranked, screened
 from .schema import STATUSES
-from .sections import Section, Values, sensitivity_of, traces_of
+from .sections import Section, Values, sensitivity_of, traces_of, which_ran
 
 MAX_REASONS = 2
+BENCH_MARKERS = ("s", "^", "v", "P", "X")
+DRIFTED = "yardstick_drift_blocks"
+"""In the notes of a row: blocks that were kept although their two yardsticks differ."""
 
 
 def number(value: Any, spec: str) -> str:
@@ -56,8 +60,8 @@ def section_blocks(section: Section, colour: str, *, draw: bool) -> list[Block]:
 def _best_table(section: Section) -> Table:
     columns = ["tokens", "evidence", "us", "floor us", "/ floor", "default us", "/ default"]
     bench, frozen = bool(section.bench), bool(section.frozen)
-    columns += ["best baseline us", "baseline"] if bench else []
-    columns += ["frozen us", "frozen / floor", "frozen schedule is"] if frozen else []
+    columns += ["ours / best baseline"] if bench else []
+    columns += ["frozen / floor", "frozen schedule is"] if frozen else []
     rows = []
     for tokens, best in section.best.items():
         row = [
@@ -70,34 +74,56 @@ def _best_table(section: Section) -> Table:
             number(best.ratio_to_default, ".3f"),
         ]
         if bench:
-            beside = section.bench.get(tokens)
-            first = None if beside is None else beside.sort_values("baseline_us").iloc[0]
-            row += ["-", "-"]
-            if first is not None:
-                row[-2:] = [number(first["baseline_us"], ".1f"), str(first["baseline"])]
+            row.append(_best_baseline(section.bench.get(tokens)))
         if frozen:
             old = section.frozen.get(tokens)
             same = old is not None and old.candidate == best.candidate
-            row += ["-", "-", "none"]
+            row += ["-", "none"]
             if old is not None:
                 ratio = number(old.ratio_to_floor, ".3f")
-                row[-3:] = [number(old.median_us, ".1f"), ratio, "the same" if same else "another"]
+                row[-2:] = [ratio, "the same" if same else "another"]
         rows.append((*row, best.candidate))
     return Table(
         (*columns, "schedule"),
         tuple(rows),
         "The best schedule of each token count against its floor, the built-in default schedule "
         "beside it in the same rounds"
-        + (", the fastest other implementation that was timed" if bench else "")
+        + (", and the frozen schedule with the `/ floor` that its file records" if frozen else "")
+        + ". Times in microseconds, lower is better; `/ x` is the time divided by that of x. "
+        + MEDIANS
         + (
-            ", and the frozen schedule with the time that its file records (of its own run: "
-            "compare its `/ floor`)"
-            if frozen
+            " `ours / best baseline` is of the bench, a run of its own: our schedule there over "
+            "the fastest other implementation beside it."
+            if bench
             else ""
-        )
-        + ". Times in microseconds, lower is better; `/ x` is the time divided by that of x.",
+        ),
         frozenset({"schedule"}),
     )
+
+
+def _best_baseline(beside: pd.DataFrame | None) -> str:
+    """Our time over that of the baseline that comes off best, and its name."""
+    if beside is None:
+        return "-"
+    first = beside.sort_values("ratio_to_baseline").iloc[-1]
+    return f"{number(first['ratio_to_baseline'], '.3f')} ({first['baseline']})"
+
+
+def _unsteady(rows: pd.DataFrame, tokens: int, best: Best) -> str:
+    """Of the rows of a confirmation those that were kept although the yardstick drifted."""
+    if best.stage != "confirm":
+        return "-"
+    mine = (rows["num_tokens"] == tokens) & (rows["stage"] == "confirm") & (rows["run"] == best.run)
+    notes = rows.loc[mine, "notes"]
+    return f"{int(notes.str.contains(DRIFTED, regex=False).sum())} of {len(notes)}"
+
+
+def _spread(rows: pd.DataFrame, tokens: int, best: Best) -> str:
+    """In percent; the default has none to itself."""
+    first = rows[rows["num_tokens"] == tokens].iloc[0]
+    if best.candidate == default_name(first):
+        return "-"
+    return number(100 * best.spread, ".2f")
 
 
 def _detail_table(section: Section) -> Table:
@@ -105,8 +131,9 @@ def _detail_table(section: Section) -> Table:
         (
             str(tokens),
             f"{number(best.p10_us, '.1f')} - {number(best.p90_us, '.1f')}",
-            number(100 * best.spread, ".2f"),
+            _spread(section.rows, tokens, best),
             f"{best.num_rounds} / {best.num_seeds}",
+            _unsteady(section.rows, tokens, best),
             number(best.yardstick_tflops, ".0f"),
             number(best.tflops, ".0f"),
             number(best.hbm_gbs, ".0f"),
@@ -122,6 +149,7 @@ def _detail_table(section: Section) -> Table:
             "p10 - p90 us",
             "spread %",
             "rounds / seeds",
+            "unsteady",
             "yardstick TFLOP/s",
             "TFLOP/s",
             "GB/s",
@@ -131,7 +159,12 @@ def _detail_table(section: Section) -> Table:
         ),
         tuple(rows),
         "How far to trust those times, and what rates they mean. Spread is the robust standard "
-        "deviation of `/ default` over the rounds of a confirmation; a screened row has none.",
+        "deviation of `/ default` from round to round of a confirmation; a screened row has none, "
+        "and the default's is zero by construction (`-`). `unsteady` counts the rows of that "
+        "confirmation, over all its candidates, that were kept after repeats although the "
+        "yardstick before and after differed by more than the protocol allows: the card's clock "
+        "moved while they ran. Medians over rounds bear some of them; with many, trust the last "
+        "percent less.",
         frozenset({"run", "card", "kernel"}),
     )
 
@@ -159,20 +192,41 @@ def _bench_table(section: Section) -> Table:
             str(tokens),
             row["baseline"],
             row["baseline_version"],
+            str(row["n"]),
             number(row["baseline_us"], ".1f"),
             number(row["median_us"], ".1f"),
+            f"{number(row['p10_us'], '.1f')} - {number(row['p90_us'], '.1f')}",
             number(row["ratio_to_baseline"], ".3f"),
-            str(row["rounds"]),
+            number(row["ratio_to_floor"], ".3f"),
+            number(row["yardstick_tflops"], ".0f"),
+            number(row["power_w"], ".0f"),
+            which_ran(row["candidate"], section.frozen_name(tokens)),
             row["candidate"],
         )
         for tokens, beside in section.bench.items()
         for row in beside.to_dict("records")
     ]
     return Table(
-        ("tokens", "baseline", "version", "its us", "our us", "ours / its", "rounds", "schedule"),
+        (
+            "tokens",
+            "baseline",
+            "version",
+            "n",
+            "its us",
+            "our us",
+            "our p10 - p90",
+            "ours / its",
+            "our / floor",
+            "yardstick TFLOP/s",
+            "watts",
+            "ours was",
+            "schedule",
+        ),
         tuple(rows),
-        "Bench: our schedule (the frozen one unless another was named) beside others, in one run "
-        "on one card. Below 1 in `ours / its`, ours is faster.",
+        "Bench: our schedule beside others on one card, interleaved; medians over n rows (of other "
+        "seeds). Below 1 in `ours / its`, ours is faster. These are runs of their own: their times "
+        "do not compare with the tables above; `/ floor` does up to about 512 tokens, and above "
+        "that within the noise of the yardstick. Watts are read when a row's timing starts.",
         frozenset({"schedule"}),
     )
 
@@ -227,11 +281,14 @@ def _line_figures(section: Section, colour: str) -> list[Block]:
             for t in tokens
         )
         caption = (
-            "The same times divided by the floor of their own run. What lies near 1 has little "
-            "left to gain. Bars reach from p10 to p90."
+            "The same times divided by the floor of their own run. Lone markers are of other runs: "
+            "above about 512 tokens the floor is the yardstick's, so they compare with the line "
+            "within its noise alone. What lies near 1 has little left to gain. "
+            "Bars reach from p10 to p90."
             if floor
             else "Both axes are logarithmic: at 45 degrees the time doubles with the tokens. Bars "
-            "on the best reach from p10 to p90."
+            "on the best reach from p10 to p90. Lone markers are of other runs (the bench, the "
+            "frozen file): their times do not compare with the lines to the percent."
         )
         name = f"{section.problem}-{what}-{section.name}"
         out.append(Figure(name, png, f"{words} against tokens. Best: {told}", caption))
@@ -239,7 +296,10 @@ def _line_figures(section: Section, colour: str) -> list[Block]:
 
 
 def _lines(section: Section, colour: str, *, relative: bool) -> list[figures.Line]:
-    """Best, default, baselines, frozen; over the floor of their own run if `relative`."""
+    """Best, default, baselines, frozen; over the floor of their own run if `relative`.
+
+    What is of another run than the best is drawn as markers.
+    """
 
     def scaled(values: Mapping[int, float]) -> dict[int, float]:
         found = {
@@ -271,7 +331,8 @@ def _lines(section: Section, colour: str, *, relative: bool) -> list[figures.Lin
     palette = figures.REFERENCE_COLOURS
     for index, (name, points) in enumerate(sorted(baselines.items())):
         tint = palette[index % len(palette)]
-        lines.append(figures.Line(name, points, tint, (0, (5, 1.5)), 1.3, "s"))
+        marker = BENCH_MARKERS[index % len(BENCH_MARKERS)]
+        lines.append(figures.Line(f"{name} (bench)", points, tint, "none", 1.0, marker))
     field = "ratio_to_floor" if relative else "median_us"
     frozen = {
         t: float(value)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from tl_megamoe.frozen import FrozenFile
+from tl_megamoe.frozen import FrozenFile, read_frozen, schedules_root
 
 from . import figures
 from .document import slug
-from .ranking import Best, benched, best_of, by_tokens, screened
+from .freeze import whole_sizes
+from .ranking import Best, benched, best_of, by_tokens, problem_of_row, screened
 from .schema import SCHEDULE_COLUMNS
 
 SETTING = ["num_ranks", "rank_mode", "recipe", "routing", "phase", "source"]
@@ -62,6 +64,11 @@ class Section:
         model = "" if s["source"] == "measured" else ", by the cost model"
         return f"{ranks}, recipe {s['recipe']}, {s['routing']} routing{phase}{model}"
 
+    def frozen_name(self, tokens: int) -> str:
+        """The candidate that is frozen for a token count; empty if none is."""
+        found = self.frozen.get(tokens)
+        return found.candidate if found else ""
+
     @property
     def name(self) -> str:
         """Part of its figures' file names."""
@@ -82,12 +89,45 @@ def sections_of(problem: str, frame: pd.DataFrame, frozen: FrozenFile | None) ->
                 best[tokens] = found
             if len(beside):
                 bench[tokens] = beside
-        serving = {t: f for t in best if (f := frozen_of(frozen, setting, t)) is not None}
+        counts = sorted({*best, *bench})
+        serving = {t: f for t in counts if (f := frozen_of(frozen, setting, t)) is not None}
         out.append(Section(problem, setting, rows, best, bench, serving))
     return out
 
 
-def frozen_of(file: FrozenFile | None, setting: Mapping[str, Any], tokens: int) -> Frozen | None:
+def frozen_file(root: Path | None, device: str, rows: pd.DataFrame) -> FrozenFile | None:
+    """The frozen file of the layer of some rows; None if there is none of its name and sizes.
+
+    Args:
+        root: folder of the frozen files; the package's when None.
+        device: for example `nvidia-h200`.
+        rows: at least one, of one layer.
+    """
+    problem = problem_of_row(rows.iloc[0])
+    if problem is None:
+        return None
+    path = (root or schedules_root()) / device / f"{problem.name}.json"
+    if not path.is_file():
+        return None
+    file = read_frozen(path)
+    return file if file.problem == whole_sizes(problem) else None
+
+
+def which_ran(candidate: str, frozen: str) -> str:
+    """Of a bench: whether our schedule is the one that is frozen now.
+
+    Args:
+        candidate: what ran.
+        frozen: what is frozen now; empty if nothing is.
+    """
+    if not frozen:
+        return "a schedule (none is frozen now)"
+    return "the schedule frozen now" if candidate == frozen else "another schedule than is frozen"
+
+
+def frozen_of(
+    file: FrozenFile | None, setting: Mapping[str, Any] | pd.Series[Any], tokens: int
+) -> Frozen | None:
     """What a frozen file has for a token count of a setting; its times only if of that setting."""
     if file is None or setting["phase"] != "fused":
         return None

@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - exercised on Python 3.10 only
     import tomli as tomllib
 
-NAMED_SPACES = ("screen", "full", "demo")
+NAMED_SPACES = ("screen", "full", "walk", "demo")
 _FIELDS = {f.name for f in fields(Schedule)}
 _DEFAULTS = Schedule().to_dict()
 _WORDS = {name: get_args(hint) for name, hint in get_type_hints(Schedule).items() if get_args(hint)}
@@ -89,7 +89,7 @@ class Candidates:
 
 
 def load_space(source: str) -> Space:
-    """A named space (`screen`, `full`, `demo`) or a TOML file.
+    """A named space (`screen`, `full`, `walk`, `demo`) or a TOML file.
 
     Raises:
         ValueError: unknown name, unreadable file, unknown field, a value of the wrong type or a
@@ -251,6 +251,20 @@ def _points(space: Space, problem: Problem) -> Iterator[Point]:
                 yield {**start, **update}
 
 
+def default_of(
+    problem: Problem, num_tokens: int, recipe: Recipe | None = None, gpu_ranks: int = 1
+) -> Schedule:
+    """The built-in default as it runs here: of ranks that share a GPU each has its part of it."""
+    default = default_schedule(problem, num_tokens, recipe=recipe)
+    return replace(default, num_sms=default.num_sms // gpu_ranks)
+
+
+def frozen_as_run(frozen: Schedule, default: Schedule, gpu_ranks: int = 1) -> Schedule:
+    """A frozen schedule as it runs here: that of a rank alone on a GPU has its grid cut too."""
+    most = default.num_sms if gpu_ranks > 1 else frozen.num_sms
+    return replace(frozen, num_sms=min(frozen.num_sms, most))
+
+
 def enumerate_candidates(
     problem: Problem,
     num_tokens: int,
@@ -271,15 +285,13 @@ def enumerate_candidates(
         gpu_ranks: virtual ranks that share the GPU; each gets `num_sms // gpu_ranks` of a point.
     """
     local = problem.num_local_experts
-    default = default_schedule(problem, num_tokens, recipe=recipe)
-    default = replace(default, num_sms=default.num_sms // gpu_ranks)
+    default = default_of(problem, num_tokens, recipe, gpu_ranks)
     classic = replace(
         default, dispatch_warps=2, load_warps=2, load_registers=48, math_registers=224
     )
     pinned = {"default": default, "classic": classic}
-    if frozen is not None:  # it may be that of a rank alone on a GPU: the op cuts its grid too
-        most = default.num_sms if gpu_ranks > 1 else frozen.num_sms
-        pinned["frozen"] = replace(frozen, num_sms=min(frozen.num_sms, most))
+    if frozen is not None:
+        pinned["frozen"] = frozen_as_run(frozen, default, gpu_ranks)
     pinned = {k: s for k, s in pinned.items() if not s.violations(problem, recipe)}
     valid = dict.fromkeys(pinned.values())
     seen: set[Schedule] = set()

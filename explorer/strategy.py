@@ -18,8 +18,13 @@ from .record import Seen
 STRATEGIES = ("grid", "halving", "optuna")
 BATCH = 8
 """Candidates timed in one interleaved round, beside the default and the best so far."""
+TRIES = 3
+"""Times that a candidate is timed in vain because the default fails beside it."""
 KEPT = 3
 """Halving: one candidate in this many goes on to the next rung."""
+
+MAX_IN_VAIN = 40
+"""Points in a row that are invalid or known, after which Optuna is not asked for more."""
 
 Look = Callable[[Schedule], Seen | None]
 
@@ -32,7 +37,7 @@ class Strategy(Protocol):
 
 
 class Grid:
-    """Every candidate once, in the model's order.
+    """Every candidate once, in the model's order; again if the default failed beside it.
 
     Args:
         schedules: the candidates, the most promising first.
@@ -45,7 +50,11 @@ class Grid:
 
     def ask(self) -> list[Schedule]:
         """See `Strategy`."""
-        return [s for s in self.schedules if self.look(s) is None][:BATCH]
+        return [s for s in self.schedules if self._is_open(s)][:BATCH]
+
+    def _is_open(self, schedule: Schedule) -> bool:
+        seen = self.look(schedule)
+        return seen is None or (seen.ok and not seen.ratios and len(seen.times_us) < TRIES)
 
 
 class Halving(Grid):
@@ -73,23 +82,24 @@ class Halving(Grid):
         rung, wanted = self._ranked(self.schedules), 2
         while len(rung) > self.keep:
             rung = rung[: max(self.keep, math.ceil(len(rung) / KEPT))]
-            short = [s for s in rung if len(self._times(s)) < wanted]
+            short = [s for s in rung if self._is_short(s, wanted)]
             if short:
                 return short[:BATCH]
             rung, wanted = self._ranked(rung), 2 * wanted
         return []
 
-    def _times(self, schedule: Schedule) -> list[float]:
+    def _is_short(self, schedule: Schedule, wanted: int) -> bool:
+        """Whether it lacks observations beside the default, and did not try too often."""
         seen = self.look(schedule)
-        return [] if seen is None else seen.times_us
+        return seen is None or (len(seen.ratios) < wanted and len(seen.times_us) < 2 * wanted)
 
     def _ranked(self, schedules: Sequence[Schedule]) -> list[Schedule]:
         return ranked(schedules, self.look)
 
 
 def ranked(schedules: Sequence[Schedule], look: Look) -> list[Schedule]:
-    """Those that ran, by `Seen.score`."""
-    scores = {s: seen.score for s in schedules if (seen := look(s)) is not None and seen.ok}
+    """Those that ran beside the default, by `Seen.score`."""
+    scores = {s: seen.score for s in schedules if (seen := look(s)) is not None and seen.ranked}
     return sorted(scores, key=lambda s: (scores[s], s.name))
 
 
@@ -137,6 +147,7 @@ class OptunaSearch:
         self._look = look
         self._trials = trials
         self._asked: list[tuple[Any, Schedule]] = []
+        self._dropped: set[Schedule] = set()
         storage.parent.mkdir(parents=True, exist_ok=True)
         backend = optuna.storages.journal.JournalFileBackend(str(storage))
         self._study = optuna.create_study(
@@ -153,7 +164,7 @@ class OptunaSearch:
             self.known[schedule] = None
             if trial.state == optuna.trial.TrialState.RUNNING:
                 seen = look(schedule)
-                if seen is not None and seen.ok:
+                if seen is not None and seen.ranked:
                     self._study.tell(trial.number, seen.score)
                 else:
                     self._study.tell(trial.number, state=self._failed)
@@ -162,13 +173,13 @@ class OptunaSearch:
     def ask(self) -> list[Schedule]:
         """See `Strategy`; first tells Optuna how the last batch went."""
         self._tell()
-        first = [s for s in self._pinned if self._look(s) is None]
+        first = [s for s in self._pinned if self._look(s) is None and s not in self._dropped]
         if first:
             return first[:BATCH]
         batch: list[Schedule] = []
-        for _ in range(self._trials * 10):  # bounded: few of a space's points may be valid
-            if len(batch) == BATCH or len(self.known) >= self._trials:
-                break
+        in_vain = 0  # a space may have few valid points, or none that is new
+        while len(batch) < BATCH and len(self.known) < self._trials and in_vain < MAX_IN_VAIN:
+            in_vain += 1
             trial = self._study.ask()
             choice = {
                 name: trial.suggest_categorical(name, list(range(count)))
@@ -178,6 +189,7 @@ class OptunaSearch:
             if schedule is None:
                 self._study.tell(trial, state=self._failed)
                 continue
+            in_vain = 0 if schedule not in self.known else in_vain
             self.known[schedule] = None
             self._asked.append((trial, schedule))
             if self._look(schedule) is None and schedule not in batch:
@@ -193,7 +205,7 @@ class OptunaSearch:
             seen = self._look(schedule)
             if seen is None:
                 waiting.append((trial, schedule))
-            elif seen.ok:
+            elif seen.ranked:
                 self._study.tell(trial, seen.score)
             else:
                 self._study.tell(trial, state=self._failed)
@@ -201,6 +213,7 @@ class OptunaSearch:
 
     def drop(self, schedule: Schedule) -> None:
         """A candidate that will get no row, such as one without a kernel: it counts as failed."""
+        self._dropped.add(schedule)
         for trial, asked in self._asked:
             if asked == schedule:
                 self._study.tell(trial, state=self._failed)

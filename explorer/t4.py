@@ -153,7 +153,7 @@ def _measured(frame: pd.DataFrame) -> list[dict[str, Any]]:
     if rows.empty:
         raise ValueError(
             f"none of {len(frame)} rows was measured: T4 holds what ran. Measure with: tl-megamoe "
-            "search on a GPU, or choose other --tokens or --stage"
+            "search on a GPU"
         )
     return [{str(k): _plain(v) for k, v in row.items()} for row in rows.to_dict("records")]
 
@@ -217,12 +217,15 @@ def add_parser(add: Callable[..., Any]) -> None:
 def run_export(args: argparse.Namespace) -> int:
     """The verb; 0 when the file is written."""
     if not args.table.is_file():
-        raise ValueError(f"{args.table}: no such table; name a <results>/<device>/<problem>.csv")
+        raise ValueError(
+            f"{args.table}: there is no such table; name a <results>/<device>/<problem>.csv, as "
+            "results/nvidia-h200/deepseek-v4-flash.csv"
+        )
     frame = read_table(args.table)
     if args.tokens is not None:
-        frame = frame[frame["num_tokens"].isin(list(args.tokens))]
+        frame = _chosen(frame, "num_tokens", args.tokens, f"{args.table}: no rows of --tokens")
     if args.stage is not None:
-        frame = frame[frame["stage"] == args.stage]
+        frame = _chosen(frame, "stage", (args.stage,), f"{args.table}: no rows left of --stage")
     found = results_of(frame)
     text = _json(found)
     if args.metadata is not None:
@@ -236,6 +239,22 @@ def run_export(args: argparse.Namespace) -> int:
     if left_out:
         print(f"{left_out} rows of the cost model are left out: they never ran", file=sys.stderr)
     return 0
+
+
+def _chosen(
+    frame: pd.DataFrame, column: str, values: Sequence[int | str], subject: str
+) -> pd.DataFrame:
+    """The rows with one of some values in a column.
+
+    Raises:
+        ValueError: a value that no row has.
+    """
+    known = sorted(frame[column].unique())
+    missing = [str(value) for value in values if value not in known]
+    if missing:
+        there = ", ".join(map(str, known)) or "none"
+        raise ValueError(f"{subject} {','.join(missing)}; there are rows of {there}")
+    return frame[frame[column].isin(list(values))]
 
 
 def _json(value: dict[str, Any]) -> str:

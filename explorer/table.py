@@ -16,7 +16,7 @@ import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,14 +157,15 @@ def load(source: str | Path, problem: str | None = None, device: str | None = No
     Args:
         source: a table, a results folder (all tables in its device folders, without the
             summaries), or the folder of one device.
-        problem: only rows of this problem, for example `deepseek-v4-flash`.
-        device: only rows of this device, for example `nvidia-h200`.
+        problem: only rows of this problem, for example `deepseek-v4-flash`; all when None.
+        device: only rows of this device, for example `nvidia-h200`; all when None.
 
     Returns:
         One row a candidate and observation, in the order of the files.
 
     Raises:
-        ValueError: there is no such file or no table in the folder.
+        ValueError: there is no such file, no table in the folder, or no row of that problem or
+            device.
         TableError: a file is not a table, or lies in the folder of another device.
     """
     source = Path(source)
@@ -182,6 +183,12 @@ def load(source: str | Path, problem: str | None = None, device: str | None = No
     frame = pd.concat(frames, ignore_index=True)
     for name, value in (("problem", problem), ("device", device)):
         if value is not None:
+            known = sorted(map(str, frame[name].unique()))
+            if value not in known:
+                raise ValueError(
+                    f"{source}: no rows of {name} {value!r}; it has rows of "
+                    f"{', '.join(known) or 'none'}"
+                )
             frame = frame[frame[name] == value]
     try:
         texts_of_time = frame["measured_at"].where(frame["measured_at"] != "", None)
@@ -353,10 +360,11 @@ def _migrated(path: Path) -> str:
 # ---- summary
 
 
-def update_summary(path: Path, rows: Sequence[Row]) -> None:
+def update_summary(path: Path, rows: Sequence[Row], carried: Collection[int] = ()) -> None:
     """Put the frozen rows of one problem into the summary, in place of those it had.
 
-    Rows of other problems stay as they were written, those of an older schema too.
+    Its rows of the token counts `carried` stay where no new one has that count. Rows of other
+    problems stay as they were written, those of an older schema too.
 
     Raises:
         TableError: a row that does not fit the schema, or the file is not a summary.
@@ -373,7 +381,13 @@ def update_summary(path: Path, rows: Sequence[Row]) -> None:
         text = decode(path.read_bytes(), path)
         parse(text, path, SUMMARY_COLUMNS)
         old = current_lines(text, path, SUMMARY_COLUMNS)[0][1:]
-        lines += [line for line in old if tuple(line[i] for i in layer) not in replaced]
+        tokens, fresh_counts = names.index("num_tokens"), {r["num_tokens"] for r in rows}
+        stays = {str(n) for n in set(carried) - fresh_counts}
+        lines += [
+            line
+            for line in old
+            if tuple(line[i] for i in layer) not in replaced or line[tokens] in stays
+        ]
     lines.sort(key=lambda line: _summary_key(dict(zip(names, line, strict=True))))
     write_atomically(path, csv_text([names, *lines]))
 

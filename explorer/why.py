@@ -13,6 +13,7 @@ from tl_megamoe.schedule import Schedule
 from tl_megamoe.selection import choose_schedule
 
 from .cost import uniform_counts
+from .evidence import SPREADS
 from .farm import kernel_digest
 
 
@@ -84,11 +85,11 @@ def _evidence(evidence: dict[str, Any]) -> list[str]:
                 f"{cell['spread']:.2%}"
             )
         if "margin" in cell:
-            word = "faster" if cell["margin"] >= 0 else "slower"
-            parts.append(
-                f"{abs(cell['margin']):.2%} {word} than {cell['runner_up']} (spread of that "
-                f"{cell['margin_spread']:.2%})"
-            )
+            margin, spread = cell["margin"], cell["margin_spread"]
+            word = f"{abs(margin):.2%} {'faster' if margin > 0 else 'slower'} than"
+            if abs(margin) <= SPREADS * spread:
+                word = f"level ({margin:+.2%}) with"
+            parts.append(f"{word} {cell['runner_up']} (spread of that {spread:.2%})")
         lines.append(f"measured  {', '.join(parts)}")
     return lines
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from test_table import row
 
-from tl_megamoe.problem import PRESETS
-from tl_megamoe.schedule import Schedule
+from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.schedule import Schedule, default_schedule
 
 FLASH = PRESETS["deepseek-v4-flash"]
 VIEW = FLASH.one_rank()
@@ -20,7 +20,8 @@ def confirm_rows(
     tokens: int,
     times: dict[Schedule, float],
     *,
-    default_us: float = 250.0,
+    default_us: float | None = None,
+    problem: Problem = VIEW,
     noise: float = 0.001,
     seeds: int = 3,
     observations: int = 3,
@@ -28,16 +29,22 @@ def confirm_rows(
 ) -> list[dict[str, Any]]:
     """A row of each candidate, seed and observation; times in microseconds, before the noise.
 
-    A round's card is up to 20 % slower than another's, alike for all its candidates.
+    A round's card is up to 20 % slower than another's, alike for all its candidates. The built-in
+    default is one of them, 20 % slower than the slowest if no time of it is given.
     """
+    default = default_schedule(problem, tokens)
+    default_us = times.get(default, default_us or 1.2 * max(times.values()))
+    times = {**times, default: default_us}
     draw = random.Random(tokens)
     out = []
     for seed in range(seeds):
         for observation in range(observations):
-            slow = 1 + 0.2 * draw.random()
-            for schedule, mean in times.items():
-                us = mean * slow * (1 + noise * draw.gauss(0, 1)) / 1.1
-                beside = default_us * slow / 1.1
+            slow = (1 + 0.2 * draw.random()) / 1.1
+            round_us = {
+                s: mean * slow * (1 + noise * draw.gauss(0, 1)) for s, mean in times.items()
+            }
+            for schedule, us in round_us.items():
+                beside = round_us[default]
                 out.append(
                     row(
                         **{

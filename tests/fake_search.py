@@ -89,6 +89,9 @@ class FakeGpu:
 
     def start(self) -> dict[str, str]:
         self.starts += 1
+        return self.facts()
+
+    def facts(self) -> dict[str, str]:
         return {"device": "NVIDIA H200", "torch": "2.11.0", "card": "0badcafe", "driver": "570.1"}
 
     def cell(

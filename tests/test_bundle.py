@@ -286,6 +286,14 @@ def test_a_cache_that_is_off_is_refused(archive: Path, monkeypatch: pytest.Monke
         use_cache(archive)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "nope.tar.xz"
+    with pytest.raises(ValueError, match="--cache .*nope.tar.xz: there is no file .*nope.tar.xz$"):
+        use_cache(missing)
+    with pytest.raises(ValueError, match="--cache .*: it cannot be read: Is a directory$"):
+        use_cache(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("version", "folder"),
     [("0.1.15", "0.1.15"), ("0.1.15+cu.d12", "0.1.15_cu_d12"), ("", "unknown")],

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from fake_rows import BASE, DEVICE, VIEW, confirm_rows
+from fake_rows import FLASH as FLASH_LAYER
 from fake_search import InlineFarm
 from test_frozen import FAST
 
 from tl_megamoe.explorer import args as args_module
 from tl_megamoe.explorer import cli, cluster, doctor, farm
+from tl_megamoe.explorer.space import default_of
 from tl_megamoe.explorer.table import append_rows, read_table, table_path
 from tl_megamoe.frozen import read_frozen
 
@@ -72,6 +74,9 @@ def test_list_of_sizes_and_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("argv", "message"),
     [
         (["list", "--problem", "nope"], "problem 'nope' is neither a preset"),
+        (["list", "--problem", "mimo-v25"], "nor a .toml file; did you mean mimo-v2.5?"),
+        (["list", "--problem", "nope.toml"], "--problem nope.toml: there is no file nope.toml"),
+        (["list", *FLASH, "--space", "no.toml"], "space file no.toml: No such file or directory"),
         (["list"], "no --problem given"),
         (["list", "--hidden", "512"], "no --intermediate, --num-experts, --num-topk"),
         (["list", *FLASH, "--hidden", "100"], "hidden=100 of problem"),
@@ -79,7 +84,16 @@ def test_list_of_sizes_and_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["list", *FLASH, "--space", "wide"], "space 'wide' is neither one of"),
         (["search", *FLASH, "--tokens", "16", "--capacity", "8"], "capacity=8 is below the 16"),
         (["search", *FLASH, "--tokens", "16", "--routing", "odd"], "routing='odd' must be one of"),
+        (["search", *FLASH, "--tokens", "16", "--routing", "zipf:-1"], "must be positive and fin"),
+        (
+            ["search", *FLASH, "--tokens", "16", "--cache", "nope.tar.xz"],
+            "--cache nope.tar.xz: there is no file nope.tar.xz",
+        ),
         (["why", *FLASH, "--tokens", "16"], "no SM90 GPU here: name a device"),
+        (
+            ["freeze", *FLASH],
+            "model rows, which are never frozen: run tl-megamoe search on an SM90",
+        ),
         (["list", *FLASH, "--ranks", "4"], "--ranks 4 with --rank-mode one: one rank runs alone"),
         (["list", *FLASH, "--rank-mode", "virtual"], "--rank-mode virtual needs the number of"),
         (
@@ -110,22 +124,62 @@ def test_user_errors_are_one_line(
     assert message in err
     assert err.startswith("tl-megamoe: ")
     assert err.count("\n") == 1
+    assert "Errno" not in err
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "message"),
     [
-        [],
-        ["dance"],
-        ["search", *FLASH, "--tokens", "0"],
-        ["search", *FLASH],
-        ["list", *FLASH, "--ranks", "4", "--rank-mode", "imaginary"],
-        ["list", *FLASH, "--recipe", "pow3-64"],
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "there is no command 'dance' (doctor, list, build, search, "),
+        (["serach"], "export); did you mean search?"),
+        (["search", *FLASH, "--tokens", "0"], "argument --tokens: '0' must be a positive integer"),
+        (["search", *FLASH], "the following arguments are required: --tokens"),
+        (
+            ["search", *FLASH, "--tokens", "8", "--confirm", "-1"],
+            "argument --confirm: '-1' must be 0 or a positive integer",
+        ),
+        (["list", *FLASH, "--token", "8", "--fast", "3"], "unrecognized arguments: --fast 3"),
+        (
+            ["list", *FLASH, "--ranks", "4", "--rank-mode", "imaginary"],
+            "argument --rank-mode: invalid choice: 'imaginary'",
+        ),
+        (["list", *FLASH, "--recipe", "pow3-64"], "did you mean pow2-64?"),
+        (["list", *FLASH, "--names", "--explain"], "--explain: not allowed with argument --names"),
     ],
 )
-def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 2
-    assert "usage: tl-megamoe" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    command = "tl-megamoe" if len(argv) < 2 else f"tl-megamoe {argv[0]}"
+    assert err.startswith(f"{command}: ")
+    assert message in err
+    assert err.endswith(f"; see {command} --help\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "x.csv"), "there is no file x.csv"),
+        (PermissionError(13, "Permission denied", "x.csv"), "x.csv: Permission denied"),
+        (OSError(28, "x.csv: No space left: 2 rows are not recorded"), "x.csv: No space left: 2"),
+        (OSError("a socket\nis closed"), "a socket is closed"),
+        (ValueError("x.toml: [Errno 13] Permission denied: 'x.toml'"), "x.toml: Permission denied"),
+    ],
+)
+def test_system_errors_are_said_without_numbers(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "run_doctor", fail)
+    assert cli.main(["doctor"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"tl-megamoe: {text}")
+    assert err.count("\n") == 1
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,14 +196,14 @@ def test_report(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", *FLASH, "--out", str(results)]) == 0
     text = capsys.readouterr().out
     assert text.index(FAST.name) < text.index(BASE.name)
-    assert "confirm: 2 candidates, 9 rounds over 3 seeds in run first" in text
+    assert "confirm: 3 candidates, 9 rounds over 3 seeds in run first" in text
     assert f"timeout: {FAST.name}: it hung" in text
     assert "Best of each cell" in text
     assert cli.main(["report", *FLASH, "--out", str(results), "--tokens", "512"]) == 0
     assert "16 tokens" not in capsys.readouterr().out
     assert cli.main(["report", *FLASH, "--out", str(results), "--csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 18 + 9 + 1
+    assert len(lines) == 1 + 27 + 9 + 1
     assert lines[0].startswith("schema,problem,num_tokens")
     assert cli.main(["report", *FLASH, "--out", str(results), "--device", "other"]) == 2
 
@@ -167,7 +221,7 @@ def test_freeze_then_why(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert f"schedule  {FAST.name}" in text
     assert "origin    frozen: frozen in" in text
-    assert "measured  16 tokens, 207.7 us" in text
+    assert "measured  16 tokens, 203.0 us" in text
     assert f"faster than {BASE.name}" in text
     assert cli.main(["why", *FLASH, "--tokens", "91", *where]) == 0
     assert f"schedule  {BASE.name}" in capsys.readouterr().out
@@ -233,10 +287,13 @@ def test_virtual_rows_are_reported_frozen_and_looked_up_apart(
 ) -> None:
     schedule = replace(BASE, num_sms=33, experts_per_wave=64)
     ranks = {"num_ranks": 4, "rank_mode": "virtual", "num_local_experts": 64}
+    times = {default_of(replace(FLASH_LAYER, num_ranks=4), 16, gpu_ranks=4): 950.0, schedule: 900.0}
+    other = {schedule: 850.0, replace(schedule, stages=3): 800.0}
     rows = [
-        *confirm_rows(16, {schedule: 900.0}, nvlink_gbs=12.5, **ranks),
-        *confirm_rows(16, {replace(schedule, stages=3): 800.0}, recipe="pow2-64", **ranks),
+        *confirm_rows(16, times, nvlink_gbs=12.5, **ranks),
+        *confirm_rows(16, other, recipe="pow2-64", **ranks),
     ]
+    rows = [row for row in rows if row["num_sms"] == 33]
     append_rows(table_path(results, DEVICE, VIEW.name), rows)
     out = ["--out", str(results)]
     assert cli.main(["report", *FLASH, *VIRTUAL, *out]) == 0

@@ -65,7 +65,7 @@ def test_confirmed_rows_are_frozen(tables: Path) -> None:
     assert first["candidate"] == FAST.name
     assert first["measured_at"]
     (cell,) = first["cells"]
-    assert (cell["num_tokens"], cell["median_us"]) == (16, pytest.approx(210.0, rel=0.01))
+    assert (cell["num_tokens"], cell["median_us"]) == (16, pytest.approx(210.0, rel=0.05))
     assert (cell["num_seeds"], cell["num_observations"]) == (3, 9)
     assert cell["runner_up"] == SLOW.name
     assert cell["margin"] == pytest.approx(10 / 220, rel=0.1)
@@ -179,7 +179,9 @@ def test_other_ranks_in_the_file_stay(tables: Path) -> None:
     schedule = replace(BASE, experts_per_wave=64)
     append_rows(
         table_path(tables / "results", DEVICE, VIEW.name),
-        confirm_rows(16, {schedule: 400.0}, num_ranks=4, num_local_experts=64, run="four"),
+        confirm_rows(
+            16, {schedule: 400.0}, problem=four, num_ranks=4, num_local_experts=64, run="four"
+        ),
     )
     path = run_freeze(tables, four)
     entries = read_frozen(path).entries

@@ -125,7 +125,7 @@ def test_a_new_process_begins_the_same_cell() -> None:
     assert bench.check("bad", Schedule()) == LOST
     bench.check("good", Schedule())
     assert started[0].calls[-2] == ("cell", 16, "zipf:1.2", 7, SCREEN_RULES)
-    assert started[1].calls[0] == ("cell", 16, "zipf:1.2", 7, SCREEN_RULES)
+    assert started[1].calls[1] == ("cell", 16, "zipf:1.2", 7, SCREEN_RULES)
     bench.cell(32, "uniform")
     assert started[1].calls[-1] == ("cell", 32, "uniform", None, None)
 
@@ -135,7 +135,7 @@ def test_a_suspect_process_begins_the_next_cell_with_the_control() -> None:
     bench.check("bad", Schedule())
     assert bench.cell(32, "uniform", 3) == CellInfo(4, 32)
     assert [process.dead for process in started] == [True, False]
-    assert started[1].calls[0] == ("cell", 32, "uniform", 3, None)
+    assert started[1].calls[1] == ("cell", 32, "uniform", 3, None)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,9 @@ def test_what_a_worker_raises_while_it_times(kind: str, status: str) -> None:
     assert started[0].dead
 
 
-@pytest.mark.parametrize("begin_it", [lambda b: b.start(), lambda b: b.cell(16, "file:x")])
+@pytest.mark.parametrize(
+    "begin_it", [lambda b: (b.close(), b.start()), lambda b: b.cell(16, "file:x")]
+)
 def test_a_broken_rule_is_told_as_it_is(begin_it: Callable[[RemoteBench], Any]) -> None:
     script: dict[tuple[str, str], list[Any]] = {}
     bench, _ = begin(script)
@@ -172,3 +174,21 @@ def test_each_rank_with_a_gpu_has_a_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert module.spawn_worker(pair) == ("ranks", pair)
     virtual = replace(pair, rank_mode="virtual")
     assert module.spawn_worker(virtual) == ("one", virtual)
+
+
+def test_a_yardstick_that_fails_is_no_candidate_s_fault() -> None:
+    bench, started = begin({("yardstick", ""): [ChildError("OutOfMemoryError", "no room")]})
+    assert bench.yardstick() > 0  # a new process reads it
+    assert [process.dead for process in started] == [True, False]
+    bench, started = begin({("yardstick", ""): [ChildTimeout("slow"), ChildTimeout("slow")]})
+    with pytest.raises(GpuUnusable, match="the yardstick fails twice"):
+        bench.yardstick()
+
+
+def test_facts_are_those_of_the_process_that_runs_now() -> None:
+    bench, _ = begin({("check", "bad"): [LOST]})
+    before = bench.facts()
+    assert before == bench.start()
+    bench.check("bad", Schedule())
+    bench.check("good", Schedule())
+    assert set(bench.facts()) == set(before)

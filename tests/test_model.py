@@ -100,7 +100,7 @@ def command(results: Path, root: Path, *flags: str) -> int:
 
 def test_groups_hold_whole_layers_of_one_rank(results: Path) -> None:
     groups, left_out = model.read_groups(results, DEVICE)
-    assert left_out == 2
+    assert left_out == model.LeftOut(layers=2)
     assert [g.num_tokens for g in groups] == [16, 512, 8192]
     for group in groups:
         candidates = enumerate_candidates(FLASH, group.num_tokens, load_space("screen")).schedules
@@ -113,10 +113,59 @@ def test_repeated_rows_of_a_candidate_are_one_point(tmp_path: Path) -> None:
     path = table_path(tmp_path, DEVICE, FLASH.name)
     row = rows_of(FLASH, 16, BUILT_IN)[0]
     append_rows(path, [{**row, "seed": s, "median_us": us} for s, us in enumerate((200, 210, 290))])
-    append_rows(path, [{**row, "kernel": "def", "median_us": 400.0}])
+    append_rows(path, [{**row, "run": "other", "median_us": 400.0}])
     groups, _ = model.read_groups(tmp_path, DEVICE)
-    times = [(g.kernel, [round(math.exp(t)) for t in g.log_us], g.num_rows) for g in groups]
-    assert times == [("abc", [210], 3), ("def", [400], 1)]
+    times = [([round(math.exp(t)) for t in g.log_us], g.num_rows) for g in groups]
+    assert times == [([210], 3), ([400], 1)]
+
+
+def test_only_the_screen_of_the_kernel_measured_last_counts(tmp_path: Path) -> None:
+    path = table_path(tmp_path, DEVICE, FLASH.name)
+    times = {"old": "2026-01-01T00:00:00+00:00", "new": "2026-02-01T00:00:00+00:00"}
+    rows = rows_of(FLASH, 16, BUILT_IN)[:6]
+    for kernel, stage in (("new", "screen"), ("new", "confirm"), ("old", "screen")):
+        same = {"kernel": kernel, "stage": stage, "measured_at": times[kernel]}
+        append_rows(path, [{**row, **same} for row in rows])
+    later = {"kernel": "newest", "stage": "bench", "measured_at": "2026-03-01T00:00:00+00:00"}
+    append_rows(path, [{**rows[0], **later}])
+    (group,), left_out = model.read_groups(tmp_path, DEVICE)
+    assert (group.kernel, group.num_rows) == ("new", 6)
+    assert left_out == model.LeftOut(stages=7, kernels=6)
+    assert str(left_out) == "6 rows of earlier kernels, 7 rows of other stages"
+
+
+def test_a_card_that_drifts_does_not_change_the_order(tmp_path: Path) -> None:
+    """Rounds on a card that slows down, in which one candidate is measured late only."""
+    fast, slow = rows_of(FLASH, 16, BUILT_IN)[:2]
+    path = table_path(tmp_path, DEVICE, FLASH.name)
+    for number, (card, timed) in enumerate(
+        ((1.0, {"slow": 1.1}), (1.1, {"slow": 1.1}), (1.3, {"fast": 0.9, "slow": 1.1}))
+    ):
+        for name, ratio in timed.items():
+            row = {"fast": fast, "slow": slow}[name]
+            beside = {"baseline_us": 200 * card, "ratio_to_baseline": ratio}
+            us = {"median_us": 200 * card * ratio, "observation": number}
+            append_rows(path, [{**row, **beside, **us}])
+    (group,), _ = model.read_groups(tmp_path, DEVICE)
+    found = {
+        point.schedule.name: math.exp(t)
+        for point, t in zip(group.points, group.log_us, strict=True)
+    }
+    # 240 us is the median baseline of the rows; fast ran for 234 us, slow for a median of 242.
+    assert found[fast["candidate"]] == pytest.approx(0.9 * 240, rel=1e-5)
+    assert found[slow["candidate"]] == pytest.approx(1.1 * 240, rel=1e-5)
+
+
+def test_a_mean_counts_cells_and_not_rows(results: Path) -> None:
+    groups, _ = model.read_groups(results, DEVICE)
+    cells = [model.score([group], BUILT_IN).correlation for group in groups]
+    shorter = replace(groups[0], points=groups[0].points[:6], log_us=groups[0].log_us[:6])
+    few = model.score([shorter], BUILT_IN).correlation
+    assert model.score(groups, BUILT_IN).correlation == pytest.approx(sum(cells) / 3)
+    # Two runs of one cell are one cell.
+    both = (few + cells[0]) / 2
+    found = model.score([shorter, *groups], BUILT_IN).correlation
+    assert found == pytest.approx((both + cells[1] + cells[2]) / 3)
 
 
 def test_no_rows_is_an_error(tmp_path: Path) -> None:
@@ -192,7 +241,7 @@ def test_the_command_fits_writes_and_shows(
     assert not constants_path(DEVICE, tmp_path).exists()
     shown = capsys.readouterr().out
     assert "held out, each token count once" in shown
-    assert "2 rows of several ranks or other routings are not in it" in shown
+    assert "kernel abc; not in it: 2 rows of several ranks or other routings\n" in shown
     assert command(results, tmp_path, "--fit", "--write") == 0
     assert load_constants(DEVICE, tmp_path) == TRUE
     data = json.loads(constants_path(DEVICE, tmp_path).read_text())
@@ -217,7 +266,15 @@ def test_the_command_fits_writes_and_shows(
     assert command(results, tmp_path) == 0
     shown = capsys.readouterr().out
     assert f"constants: {constants_path(DEVICE, tmp_path)}" in shown
-    assert f"{FLASH.name:<20}{8192:>7}" in shown
+    lines = [line for line in shown.splitlines() if line.startswith((FLASH.name, "all"))]
+    assert [line[20:27].strip() for line in lines] == ["16", "512", "8192", "mean", "mean"]
+    assert [line.endswith("  (terms chosen on it)") for line in lines] == [False] * 3 + [
+        True,
+        False,
+    ]
+    cells = [float(line.split()[4]) for line in lines]
+    assert cells[3] == pytest.approx(sum(cells[:3]) / 3, abs=2e-3)
+    assert cells[4] == cells[3]
 
 
 def test_constants_are_shown_without_results(

@@ -14,8 +14,10 @@ from test_report import (
     FAST,
     SLOW,
     TOKENS,
+    confirm_rows,
     frame_of,
     result_row,
+    run,
     synthetic_rows,
     write_table,
 )
@@ -23,9 +25,10 @@ from test_report import (
 from tl_megamoe.explorer import figures
 from tl_megamoe.explorer.document import Figure, Table, Words, escape_markdown, to_html, to_markdown
 from tl_megamoe.explorer.page import write_page
+from tl_megamoe.explorer.section_blocks import _lines
 from tl_megamoe.explorer.sections import sections_of, sensitivity_of, traces_of
 from tl_megamoe.problem import PRESETS
-from tl_megamoe.schedule import Schedule
+from tl_megamoe.schedule import Schedule, default_schedule
 
 FLASH = "deepseek-v4-flash"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -171,17 +174,42 @@ def test_best_against_floor_baselines_and_frozen(folder: Path) -> None:
         f"{best.default_us:.1f}",
         f"{best.ratio_to_default:.3f}",
     ]
-    assert cells[8:12] == ["triton", "201.2", "1.234", "the same"]
-    assert cells[12] == f"`{best.candidate}`"
+    assert cells[7:10] == ["0.980 (triton)", "1.234", "the same"]
+    assert cells[10] == f"`{best.candidate}`"
     # An entry of another recipe serves the count, but its time is not of these rows.
-    assert row_of(text, "The best schedule of each", "64")[9:12] == ["-", "-", "another"]
-    assert "deepgemm" in row_of(text, "The best schedule of each", "8192")
+    assert row_of(text, "The best schedule of each", "64")[8:10] == ["-", "another"]
+    assert row_of(text, "The best schedule of each", "8192")[7] == "0.943 (deepgemm)"
     detail = row_of(text, "How far to trust", "16")
     assert detail[2] == f"{100 * best.spread:.2f}"
-    assert detail[3] == "9 / 3"
+    assert detail[3:5] == ["9 / 3", "0 of 45"]
     ours = row_of(text, "Bench: our schedule", "16")
-    assert ours[1:3] == ["deepgemm", "1.2"]
-    assert ours[5] == "0.943"
+    assert ours[1:4] == ["deepgemm", "1.2", "1"]
+    assert ours[7] == "0.943"
+    assert ours[8] == f"{frame[frame['stage'] == 'bench'].iloc[0]['ratio_to_floor']:.3f}"
+    assert ours[11] == "the schedule frozen now"
+    assert row_of(text, "Bench: our schedule", "64")[11] == "another schedule than is frozen"
+
+
+def test_baselines_are_markers_of_another_run() -> None:
+    (section,) = sections_of(FLASH, frame_of(synthetic_rows()), None)
+    for relative in (False, True):
+        lines = {line.label: line for line in _lines(section, "#000000", relative=relative)}
+        assert lines["triton (bench)"].style == lines["deepgemm (bench)"].style == "none"
+        assert lines["triton (bench)"].marker != lines["deepgemm (bench)"].marker
+        assert lines["best"].style == "-"
+
+
+def test_unsteady_rows_and_the_spread_of_the_default(tmp_path: Path) -> None:
+    default = default_schedule(PRESETS[FLASH].one_rank(), 16)
+    rows = [*confirm_rows(16, default, 200.0, 1.0), *confirm_rows(16, FAST, 220.0, 1.1)]
+    for row in rows[:4]:
+        row["notes"] = "yardstick_drift_blocks=2"
+    early = confirm_rows(16, FAST, 220.0, 1.1, run="early", notes="yardstick_drift_blocks=1")
+    write_table(tmp_path, [*early, *rows])
+    (_, path) = write_page(tmp_path / DEVICE, tmp_path, draw=False)
+    detail = row_of(path.read_text(), "How far to trust", "16")
+    assert detail[2] == "-"
+    assert detail[3:5] == ["9 / 3", "4 of 18"]
 
 
 def test_where_statuses_fell(folder: Path) -> None:
@@ -228,6 +256,22 @@ def test_without_matplotlib_the_page_has_tables_alone(
     assert "has no figures: matplotlib is not installed" in caplog.messages[0]
     assert "<img" not in written[0].read_text()
     assert "Where each status fell" in written[0].read_text()
+
+
+def test_a_page_with_figures_is_not_replaced_by_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path, synthetic_rows()[:100])
+    write_page(tmp_path / DEVICE, tmp_path)
+    before = (tmp_path / DEVICE / "report.html").read_text()
+    assert "<img" in before
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    command = ("--out", tmp_path, "--schedules", tmp_path, "--write")
+    with pytest.raises(ValueError, match=r"would lose them: .*pip install .*--no-figures"):
+        run(*command)
+    assert (tmp_path / DEVICE / "report.html").read_text() == before
+    assert run(*command, "--no-figures") == 0
+    assert "<img" not in (tmp_path / DEVICE / "report.html").read_text()
 
 
 def test_rows_of_the_model_and_of_failures_alone(tmp_path: Path) -> None:

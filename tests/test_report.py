@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import re
@@ -15,7 +16,7 @@ import pandas as pd
 import pytest
 
 from tl_megamoe.explorer import report
-from tl_megamoe.explorer.ranking import best_of, ranked_cells, screened
+from tl_megamoe.explorer.ranking import benched, best_of, ranked_cells, screened
 from tl_megamoe.explorer.schema import COLUMNS, SCHEMA, typed_frame
 from tl_megamoe.explorer.table import append_rows, read_table, table_path
 from tl_megamoe.problem import PRESETS
@@ -236,9 +237,9 @@ def test_a_confirmed_candidate_stands_above_every_screened_one() -> None:
         3,
     )
     assert best.ratio_to_default == pytest.approx(0.95)
-    assert best.noise == pytest.approx(2 * best.spread / 0.95)
+    assert best.noise == pytest.approx(2 * 1.2533 * best.spread / 9**0.5 / 0.95)
     text = report.render(frame_of(rows))
-    assert text.index("confirm: 1 candidates, 9 rounds over 3 seeds") < text.index("screen: 2")
+    assert text.index("confirm: 1 candidate, 9 rounds over 3 seeds") < text.index("screen: 2")
     # One observation less: it is not confirmed, and the screen decides.
     best = best_of(frame_of(rows[:-1]))
     assert best is not None
@@ -261,11 +262,12 @@ def test_the_text_of_a_whole_search_names_its_stages() -> None:
     assert re.search(r"^  timeout: m64\S+: <no> answer", text, re.MULTILINE)
     assert "and 2 more: 24 bytes of register spills" in text
     assert "  duplicate: " not in text
-    assert "beside deepgemm 1.2 in" in text
-    assert "0.943 of its time (1 rows)" in text
+    assert re.search(r"deepgemm 1\.2 +1 .* 0\.9434 +m64", text)
     best = text[text.index("Best of each cell") :].splitlines()
-    assert len(best) == 1 + len(TOKENS)
-    assert all(line.endswith("(confirmed)") for line in best[1:])
+    assert best[1 + len(TOKENS)] == ""
+    assert all(line.endswith("(confirmed)") for line in best[1 : 1 + len(TOKENS)])
+    assert text.startswith("Ratios are medians of the ratios of each round")
+    assert best[-1].startswith("Names of schedules: pp- pingpong")
 
 
 def test_problems_and_ranks_have_tables_of_their_own() -> None:
@@ -284,8 +286,8 @@ def test_problems_and_ranks_have_tables_of_their_own() -> None:
 def test_two_seeds_of_a_screen_are_told_apart() -> None:
     rows = [result_row(16, FAST, 200.0 + seed, seed=seed) for seed in (0, 1)]
     text = report.render(frame_of(rows))
-    assert "screen, seed 0: 1 candidates" in text
-    assert "screen, seed 1: 1 candidates" in text
+    assert "screen, seed 0: 1 candidate:" in text
+    assert "screen, seed 1: 1 candidate:" in text
 
 
 def test_a_baseline_that_failed_is_told() -> None:
@@ -297,7 +299,87 @@ def test_a_baseline_that_failed_is_told() -> None:
     )
     text = report.render(frame_of([result_row(16, FAST, 200.0, **fields), later]))
     assert "no time of" not in text
-    assert "0.800 of its time (1 rows)" in text
+    assert re.search(r"deepep +1 .* 0\.8 +m128", text)
+
+
+def test_bench_rows_of_other_seeds_are_joined() -> None:
+    """A ratio was taken within its run, so that medians of several runs mean something."""
+    rows = [
+        result_row(
+            16,
+            FAST,
+            200.0 + seed,
+            stage="bench",
+            seed=seed,
+            run=f"run{seed}",
+            baseline="deepep",
+            baseline_us=250.0,
+            ratio_to_baseline=0.8 + seed / 100,
+            power_w=400.0 + seed,
+        )
+        for seed in range(3)
+    ]
+    older = {**rows[0], "kernel": "older", "ratio_to_baseline": 0.1}
+    (row,) = benched(frame_of([older, *rows])).to_dict("records")
+    assert row["n"] == 3
+    assert row["median_us"] == 201.0
+    assert row["ratio_to_baseline"] == pytest.approx(0.81)
+    assert row["power_w"] == 401.0
+    assert row["p10_us"] == pytest.approx(201.0 * 0.99)
+
+
+def frozen_file(schedules: Path, schedule: Schedule) -> None:
+    """What is frozen for one rank of eight of FLASH, for all counts."""
+    problem = {"hidden": 4096, "intermediate": 2048, "num_experts": 256, "num_topk": 6}
+    entry = {"num_ranks": 8, "rank_mode": "one", "max_tokens": 8192}
+    data = {
+        "schema": 1,
+        "problem": {"name": FLASH.name, **problem},
+        "device": DEVICE,
+        "entries": [{**entry, "schedule": schedule.to_dict()}],
+    }
+    path = schedules / DEVICE / f"{FLASH.name}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(data))
+
+
+def test_the_default_and_the_frozen_schedule_are_marked(tmp_path: Path) -> None:
+    default = default_schedule(FLASH, 16)
+    frozen_file(tmp_path, SLOW)
+    bench = {"stage": "bench", "baseline": "x", "baseline_us": 250.0, "ratio_to_baseline": 0.8}
+    rows = [
+        result_row(16, default, 200.0),
+        result_row(16, SLOW, 210.0),
+        result_row(16, FAST, 220.0),
+        result_row(16, FAST, 220.0, **bench),
+        *confirm_rows(16, default, 200.0, 1.0),
+    ]
+    lines = report.render(frame_of(rows), schedules=tmp_path).splitlines()
+    ends = [
+        line.split()[2:3] == ["(default)"]
+        for line in lines
+        if line.startswith("1") and default.name in line
+    ]
+    assert len(ends) == 2
+    assert all(ends)
+    assert any(f"{SLOW.name} (frozen)" in line for line in lines)
+    assert not any(f"{FAST.name} (" in line for line in lines)
+    assert any(line.startswith("bench: another schedule than is frozen beside") for line in lines)
+    # The default has no spread to itself.
+    place = next(i for i, line in enumerate(lines) if line.startswith("confirm: "))
+    names, cells = lines[place + 1].split(), lines[place + 2].split()
+    assert names[-3:] == ["spread", "yardstick", "TFLOP/s"]
+    assert (cells[1], cells[-2]) == (default.name, "-")
+    # A layer of other sizes has another default, and nothing of this file.
+    other = report.render(frame_of([result_row(16, SLOW, 210.0, hidden=2048)]), schedules=tmp_path)
+    assert "(frozen)" not in other
+    # Ranks that share the GPU have their part of its SMs.
+    part = replace(default_schedule(PRESETS[FLASH.name], 16), num_sms=33)
+    fields = {"source": "model", "predicted_us": 9.0, "num_local_experts": 64}
+    shared = result_row(16, part, None, num_ranks=4, rank_mode="virtual", **fields)
+    shared |= {"experts_per_wave": 64}
+    shared["candidate"] = replace(part, experts_per_wave=64).name
+    assert "-sm33-p8 (default)" in report.render(frame_of([shared]))
 
 
 # ---- command
@@ -340,6 +422,48 @@ def test_limits_of_the_text(results: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[0].startswith("schema,problem,num_tokens")
 
 
+def test_the_rows_as_csv_are_those_of_the_file(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = table_path(results, DEVICE, FLASH.name)
+    with path.open("a") as file:
+        file.write(path.read_text().splitlines()[1].replace(",200,", ",200.000,") + "\n")
+    lines = path.read_text().splitlines()
+    assert ",1400," in lines[1]
+    assert run("--problem", FLASH.name, "--out", results, "--tokens", "16", "--csv") == 0
+    assert capsys.readouterr().out.splitlines() == [lines[0], lines[1], lines[4]]
+
+
+def test_alone_it_lists_the_tables(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"num_ranks": 4, "rank_mode": "virtual", "num_local_experts": 64, "stage": "confirm"}
+    append_rows(table_path(results, DEVICE, FLASH.name), [result_row(64, FAST, 1.0, **fields)])
+    assert run("--out", results) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[1:3]] == [
+        [DEVICE, FLASH.name, "4", "(virtual)"],
+        [DEVICE, FLASH.name, "8", "(one)"],
+    ]
+    assert re.search(r" 1 confirm +64 ", lines[1])
+    assert re.search(r" 3 screen +16,512 ", lines[2])
+    command = lines[1][lines[1].index("tl-megamoe report ") :].split()[2:]
+    assert run(*command) == 0
+    assert "64 tokens, 4 ranks (virtual)" in capsys.readouterr().out
+
+
+def test_tables_of_the_model_have_no_page_unless_named(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"device": "sm90-model", "source": "model", "predicted_us": 190.0}
+    path = table_path(results, "sm90-model", FLASH.name)
+    append_rows(path, [result_row(16, FAST, None, **fields)])
+    assert run("--out", results, "--write", "--no-figures") == 0
+    assert "no page of sm90-model" in capsys.readouterr().err
+    assert (results / DEVICE / "report.html").exists()
+    assert not (path.parent / "report.html").exists()
+    assert run("--out", results, "--write", "--no-figures", "--device", "sm90-model") == 0
+    assert (path.parent / "report.html").exists()
+
+
 def test_write_needs_no_problem(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = PRESETS["mimo-v2.5"]
     write_table(results, [result_row(16, FAST, 300.0, problem=other.name, num_topk=8)], other.name)
@@ -359,7 +483,11 @@ def test_write_needs_no_problem(results: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "no --problem given"),
+        (["--tokens", "777"], "no rows at 777 tokens in .*; there are rows at 16, 512\\. Name"),
+        (["--problem", FLASH.name, "--tokens", "8,9"], "8 ranks \\(one\\) at 8, 9 tokens in"),
+        (["--problem", "mimo-v2.5", "--tokens", "7"], "with: tl-megamoe search .* --tokens 7$"),
+        (["--device", "other"], "no results table with rows"),
+        (["--no-figures"], "--no-figures belongs to the page: add --write"),
         (["--write", "--rank-mode", "virtual", "--ranks", "4"], "without --problem"),
         (["--write", "--device", "other"], "no rows in .*other/\\*.csv"),
         (["--problem", "mimo-v2.5"], "no rows of problem 'mimo-v2.5' with 8 ranks"),

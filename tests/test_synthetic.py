@@ -82,6 +82,12 @@ def test_unknown_routing(routing: str) -> None:
         random_inputs(SMALL, 1, routing)
 
 
+@pytest.mark.parametrize("routing", ["zipf:-1", "zipf:0", "zipf:nan", "zipf:inf"])
+def test_an_exponent_is_positive(routing: str) -> None:
+    with pytest.raises(ValueError, match=f"'{routing}': the exponent must be positive and finite"):
+        random_inputs(SMALL, 1, routing)
+
+
 def test_bad_numbers() -> None:
     with pytest.raises(ValueError, match="num_tokens=-1"):
         random_inputs(SMALL, -1)

@@ -221,9 +221,15 @@ def test_the_command_prints_a_part(
 def test_nothing_to_write_is_said(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "t4.json"
     words = ["--format", "t4", "--out", str(out)]
-    with pytest.raises(ValueError, match="none of 0 rows was measured"):
-        command(str(path), *words, "--tokens", "99")
-    with pytest.raises(ValueError, match="none.csv: no such table"):
+    with pytest.raises(ValueError, match="p.csv: no rows of --tokens 99; there are rows of 16, 64"):
+        command(str(path), *words, "--tokens", "16,99")
+    with pytest.raises(ValueError, match="no rows left of --stage confirm; there are rows of scr"):
+        command(str(path), *words, "--tokens", "16", "--stage", "confirm")
+    model = tmp_path / "model.csv"
+    append_rows(model, [row(source="model", median_us=None, predicted_us=1, capacity=1)])
+    with pytest.raises(ValueError, match="none of 1 rows was measured"):
+        command(str(model), *words)
+    with pytest.raises(ValueError, match="none.csv: there is no such table"):
         command(str(tmp_path / "none.csv"), *words)
     with pytest.raises(SystemExit):
         command(str(path), "--format", "csv")

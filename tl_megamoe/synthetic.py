@@ -99,6 +99,11 @@ def _log_popularity(
             exponent = float(value)
         except ValueError:
             raise ValueError(f"routing={routing!r}: write zipf:<exponent>, as zipf:1.2") from None
+        if not 0.0 < exponent < float("inf"):
+            raise ValueError(
+                f"routing={routing!r}: the exponent must be positive and finite, as zipf:1.2; for "
+                "experts that are all as popular write uniform"
+            )
         log_p[order] = -exponent * torch.arange(1, experts + 1, device=device).log()
     elif routing == "skew":
         log_p[order[: max(1, experts // 8)]] = torch.tensor(SKEW_FACTOR, device=device).log()
@@ -125,8 +130,8 @@ def random_inputs(
     Args:
         problem: the layer.
         num_tokens: 0 or more.
-        routing: `uniform`; `zipf:<exponent>`; `skew`: an eighth of the experts is 8 times as
-            popular as the rest; `hot1`: every route of every token goes to one expert;
+        routing: `uniform`; `zipf:<exponent>`, a positive one; `skew`: an eighth of the experts is 8
+            times as popular as the rest; `hot1`: every route of every token goes to one expert;
             `file:<path>`: the first tokens of a recorded routing (`load_routing`).
         mask: fraction of the routes dropped, 0 to 1.
         seed: any integer.
