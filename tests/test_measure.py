@@ -10,7 +10,7 @@ import pytest
 
 from tl_megamoe.explorer import measure as module
 from tl_megamoe.explorer import real_ranks
-from tl_megamoe.explorer.child import ChildDied, ChildError
+from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
 from tl_megamoe.explorer.measure import GpuUnusable, RemoteBench
 from tl_megamoe.explorer.protocol import SCREEN_RULES, CandidateFailed
 from tl_megamoe.explorer.worker import CellInfo, CheckResult, WorkerConfig
