@@ -94,9 +94,12 @@ def run(args: argparse.Namespace) -> int:
 
         print(render([LIST_HEADER, *(list_line(baseline) for baseline in BASELINES)]))
         return 0
+    from .baselines import BASELINES, named
     from .farm import Farm
     from .measure import GpuUnusable
 
+    for name in args.baseline or ():
+        named(name, BASELINES)  # a wrong name is said before a GPU that is not here
     options = options_of(args)
     farm = Farm(jobs=args.jobs, timeout_s=args.timeout, prebuilt=args.prebuilt)
     if args.compile_only:

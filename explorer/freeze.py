@@ -190,10 +190,10 @@ def choose(
         else:
             chosen = now
             why = (
-                f"it runs today; {best.candidate} is {gain}, {need:.1%} and every one of the "
-                f"{gain.num_seeds} seeds is asked, {gain.seeds_won} won"
+                f"it runs today; {best.candidate} is {gain} and won {gain.seeds_won} of "
+                f"{gain.num_seeds} seeds; a change needs {need:.1%} and all seeds"
             )
-    ratios = {c.schedule: c.ratio_to_default / best.ratio_to_default for c in found}
+    ratios = {c.schedule: _ratio(c, best, mix) for c in found}
     beaten = [c for c in (now, _default_among(found)) if c is not None]
     acceptable = {
         c.schedule: ratios[c.schedule]
@@ -203,6 +203,11 @@ def choose(
     acceptable[chosen.schedule] = ratios[chosen.schedule]
     evidence = evidence_of(num_tokens, chosen, found, mix)
     return Choice(num_tokens, chosen.schedule, evidence, why, acceptable, tuple(found), current)
+
+
+def _ratio(one: Confirmed, other: Confirmed, mix: Mapping[str, float]) -> float:
+    """Median over the rounds of the time of one over the other's."""
+    return 1.0 if one is other else 1.0 - compare(one, other, mix).gain
 
 
 def _default_among(found: Sequence[Confirmed]) -> Confirmed | None:
@@ -235,7 +240,7 @@ def evidence_of(
         "num_observations": chosen.num_observations,
         "num_seeds": chosen.num_seeds,
         "best": found[0].candidate,
-        "ratio_to_best": _digits(chosen.ratio_to_default / found[0].ratio_to_default),
+        "ratio_to_best": _digits(_ratio(chosen, found[0], mix)),
         "run": chosen.run,
     }
     if others:

@@ -81,8 +81,8 @@ def _evidence(evidence: dict[str, Any]) -> list[str]:
             parts.append(f"{cell['ratio_to_floor']:.3f} of the floor")
         if "num_observations" in cell:
             parts.append(
-                f"{cell['num_observations']} observations of {cell['num_seeds']} seeds, spread "
-                f"{cell['spread']:.2%}"
+                f"{cell['num_observations']} observations of {cell['num_seeds']} seeds"
+                + (f", spread {cell['spread']:.2%}" if cell["spread"] else ", the default itself")
             )
         if "margin" in cell:
             margin, spread = cell["margin"], cell["margin_spread"]

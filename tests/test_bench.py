@@ -28,6 +28,7 @@ from tl_megamoe.explorer.baselines.beside import (
 from tl_megamoe.explorer.baselines.serve import BenchWorker
 from tl_megamoe.explorer.baselines.torch_bf16 import TorchBf16
 from tl_megamoe.explorer.baselines.unfused import Unfused
+from tl_megamoe.explorer.cli import main
 from tl_megamoe.explorer.farm import BuildResult, Farm, ReportCache, classify
 from tl_megamoe.explorer.messages import CellInfo, CheckResult, WorkerConfig
 from tl_megamoe.explorer.protocol import Block, CandidateFailed, GpuState, Rules
@@ -571,3 +572,11 @@ def test_specs_of_a_cell_share_one_capacity(tmp_path: Path) -> None:
     specs = bench_specs(opts, schedule, unfused=True)
     assert {spec.capacity for spec in specs} == {512}
     assert [spec.phase for spec in specs] == ["fused", "dispatch", "linear1", "linear2", "combine"]
+
+
+def test_a_wrong_name_is_said_before_a_gpu_that_is_not_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["bench", "--problem", "deepseek-v4-flash", "--tokens", "16", "--baseline", "torchh"]
+    assert main(argv) == 2
+    assert "torchh" in capsys.readouterr().err

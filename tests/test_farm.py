@@ -236,9 +236,11 @@ def wait_for_pid(path: Path) -> int:
 
 
 SEARCH = """
+    import signal
     import sys
     from pathlib import Path
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background
     sys.path.insert(0, {tests!r})
     from test_farm import HANGS, make_farm, spec
 

@@ -147,7 +147,7 @@ def test_a_gain_that_one_seed_does_not_show_changes_nothing(tmp_path: Path) -> N
             row["ratio_to_baseline"] *= 1.08
     found = plan(tmp_path, rows)
     assert frozen_names(found) == [(512, SLOW.name)]
-    assert "2 won" in found.changes[0]
+    assert "won 2 of 3 seeds" in found.changes[0]
 
 
 def test_virtual_ranks_are_compared_with_their_part_of_the_default(tmp_path: Path) -> None:
