@@ -15,6 +15,7 @@ from .schedule import Schedule, ScheduleError
 
 if TYPE_CHECKING:
     from .buffer import SymmBuffer as SymmBuffer
+    from .checkpoint import load_experts as load_experts
     from .compat import get_symm_buffer_for_mega_moe as get_symm_buffer_for_mega_moe
     from .compat import get_symm_buffer_for_sm90_mega_moe as get_symm_buffer_for_sm90_mega_moe
     from .compat import (
@@ -42,6 +43,7 @@ _LAZY = {
     "MegaMoeTimeout": "timeouts",
     "SymmBuffer": "buffer",
     "VirtualGroup": "virtual",
+    "load_experts": "checkpoint",
     "fp8_mega_moe": "op",
     "fp8_mega_moe_cooperative": "op",
     "fp8_mega_moe_pingpong": "op",
@@ -78,6 +80,7 @@ __all__ = [
     "get_symm_buffer_for_sm90_mega_moe",
     "get_symm_buffer_size_for_sm90_mega_moe",
     "get_token_alignment_for_sm90_mega_moe",
+    "load_experts",
     "load_problem",
     "mega_moe",
     "transform_separate",
