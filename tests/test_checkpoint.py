@@ -139,6 +139,39 @@ def test_a_layer_from_a_checkpoint_computes_what_its_weights_do(
     assert kernel.l1[0].dtype == E4M3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+def test_scales_of_other_dtypes_are_exact(weights: PlainWeights, dtype: torch.dtype) -> None:
+    tensors = per_expert(weights)
+    scales = [name for name in tensors if name.endswith("_scale_inv")]
+    rounded = {name: tensors[name].log2().round().exp2().to(dtype) for name in scales}
+    found = load_experts({**tensors, **rounded}, PREFIX, LAYER, 1)
+    assert found.l2_sf.dtype == torch.float32
+    assert torch.equal(found.l2_sf[0], rounded[f"{PREFIX}.2.down_proj.weight_scale_inv"].float())
+
+
+def test_the_names_of_deepseek_v4(weights: PlainWeights, tmp_path: Path) -> None:
+    words = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    renamed = {}
+    for name, value in per_expert(weights).items():
+        for word, short in words.items():
+            name = name.replace(f"{word}.weight_scale_inv", f"{short}.scale")
+            name = name.replace(f"{word}.weight", f"{short}.weight")
+        renamed[name.replace(PREFIX, "layers.3.ffn.experts")] = value
+    folder = save(tmp_path, renamed, shards=3)
+    for rank in range(4):
+        found = load_experts(folder, "layers.3.ffn.experts", LAYER, rank)
+        assert same(found, weights, slice(2 * rank, 2 * rank + 2))
+    index = folder / "model.safetensors.index.json"
+    assert same(load_experts(index, "layers.3.ffn.experts", WHOLE), weights, slice(None))
+
+
+def test_a_name_in_two_files_is_no_guess(weights: PlainWeights, tmp_path: Path) -> None:
+    save(tmp_path, per_expert(weights), index=False)
+    save_file({f"{PREFIX}.0.up_proj.weight": weights.l1[0]}, tmp_path / "z-old.safetensors")
+    with pytest.raises(ValueError, match=r"is in .* and in .*z-old.safetensors: keep one"):
+        load_experts(tmp_path, PREFIX, LAYER)
+
+
 def changed(tensors: dict[str, Tensor], name: str, value: Tensor | None) -> dict[str, Tensor]:
     out = {k: v for k, v in tensors.items() if k != name}
     if value is not None:
@@ -157,12 +190,15 @@ def test_what_does_not_fit_is_named(weights: PlainWeights, tmp_path: Path) -> No
         ),
         (
             changed(good, gate, torch.zeros(128, 256, dtype=torch.int8)),
-            "is torch.int8, and must be",
+            r"is torch.int8, .*packed FP4",
         ),
+        (changed(good, gate, good[gate].view(torch.uint8).T.contiguous().view(E4M3)), "transposed"),
+        (changed(good, f"{PREFIX}.0.gate_proj.bias", torch.ones(128)), "experts with biases"),
+        (changed(good, gate, torch.empty(128, 256, device="meta")), "meta device"),
         (changed(good, gate, torch.zeros(128, 256)), "has scales in .*only torch.float8_e4m3fn"),
         (
             changed(good, f"{gate}_scale_inv", torch.ones(1, 2, dtype=torch.float64)),
-            "_scale_inv is torch.float64, and must be torch.float32",
+            "_scale_inv is torch.float64, and must be one of torch.float32, torch.bfloat16",
         ),
         (changed(good, f"{PREFIX}.7.gate_proj.weight", None), "has 7 experts .*'layer' 8 over all"),
     ]

@@ -5,18 +5,22 @@ Names are those of Hugging Face checkpoints under the prefix of a layer's expert
 
     <prefix>.<n>.gate_proj.weight  (intermediate, hidden), and up_proj     one expert each,
     <prefix>.<n>.down_proj.weight  (hidden, intermediate)                  n counts all experts
+    <prefix>.<n>.w1.weight, w3, w2                                         the same three, as
+                                                                           DeepSeek-V4 names them
     <prefix>.gate_up_proj          (experts, 2*intermediate, hidden)       stacked: gate rows,
     <prefix>.down_proj             (experts, hidden, intermediate)         then up rows
 
-FP8 weights (e4m3) come with a float32 scale per 128 x 128 block under their name and `_scale_inv`
-(DeepSeek's naming; it multiplies); others are quantised to the same while they are read.
+FP8 weights (e4m3) come with a scale per 128 x 128 block that multiplies, under their name and
+`_scale_inv`, or as `.scale` in place of `.weight`; BF16, FP16, FP32 or e8m0, all exact in FP32.
+Wider weights are quantised to the same while they are read. Packed FP4 experts and biases are
+refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +32,9 @@ from .problem import SCALE_BLOCK, Problem
 from .scaling import E4M3, quantize_blocks
 from .weights import PlainWeights
 
-SCALE_SUFFIX = "_scale_inv"
+NAMINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Gate, up and down of an expert."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 INDEX = "model.safetensors.index.json"
 WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that are quantised."""
@@ -59,12 +65,15 @@ def load_experts(
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank={rank} must be within 0 and the {num_ranks} ranks of the layer")
     experts = range(rank * problem.num_local_experts, (rank + 1) * problem.num_local_experts)
-    out = _empty(problem, torch.device(device))
     with _Tensors(checkpoint) if isinstance(checkpoint, Mapping) else _Files(checkpoint) as source:
+        _refuse_biases(source.names, prefix)
         if f"{prefix}.gate_up_proj" in source.names:
+            out = _empty(problem, torch.device(device))
             _fill_stacked(out, prefix, problem, experts, source)
         else:
-            _fill_each(out, prefix, problem, experts, source)
+            naming = _check_count(source.names, prefix, problem)
+            out = _empty(problem, torch.device(device))
+            _fill_each(out, prefix, problem, experts, source, naming)
     return out
 
 
@@ -86,16 +95,21 @@ def _place(codes: Tensor, sf: Tensor, rows: slice, weight: Tensor, weight_sf: Te
 
 
 def _fill_each(
-    out: PlainWeights, prefix: str, problem: Problem, experts: range, source: _Source
+    out: PlainWeights,
+    prefix: str,
+    problem: Problem,
+    experts: range,
+    source: _Source,
+    naming: tuple[str, str, str],
 ) -> None:
     """From a tensor for every expert and projection."""
-    _check_count(source.names, prefix, problem)
     hidden, rows = problem.hidden, problem.intermediate
+    gate, up, down = naming
     for local, expert in enumerate(experts):
-        for word, part in (("gate_proj", slice(0, rows)), ("up_proj", slice(rows, 2 * rows))):
+        for word, part in ((gate, slice(0, rows)), (up, slice(rows, 2 * rows))):
             weight, sf = _read(source, f"{prefix}.{expert}.{word}.weight", (rows, hidden))
             _place(out.l1[local], out.l1_sf[local], part, weight, sf)
-        weight, sf = _read(source, f"{prefix}.{expert}.down_proj.weight", (hidden, rows))
+        weight, sf = _read(source, f"{prefix}.{expert}.{down}.weight", (hidden, rows))
         _place(out.l2[local], out.l2_sf[local], slice(0, hidden), weight, sf)
 
 
@@ -131,19 +145,28 @@ def _read(
             raise ValueError(f"the checkpoint has no {name!r}{_near(name, source.names)}")
         held, wanted = source.shape(name), shape if of is None else (of[1], *shape)
         if held != wanted:
-            raise ValueError(f"{name} has shape {held}, and must have {wanted}")
+            turned = held == (*wanted[:-2], wanted[-1], wanted[-2])
+            hint = ": it is transposed; swap its last two dimensions" if turned else ""
+            raise ValueError(f"{name} has shape {held}, and must have {wanted}{hint}")
         return source.read(name, None if of is None else of[0])
 
     weight = get(name, shape)
-    scale_name = name + SCALE_SUFFIX
+    if weight.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no values: load the model first")
+    scale_name = f"{name}_scale_inv"
+    other = f"{name.removesuffix('.weight')}.scale"
+    if other in source.names and scale_name not in source.names:
+        scale_name = other
     if weight.dtype == E4M3:
         sf = get(scale_name, (shape[0] // SCALE_BLOCK, shape[1] // SCALE_BLOCK))
-        if sf.dtype != torch.float32:
-            raise ValueError(f"{scale_name} is {sf.dtype}, and must be torch.float32")
-        return weight, sf
+        if sf.dtype not in SCALE_DTYPES:
+            words = ", ".join(map(str, SCALE_DTYPES))
+            raise ValueError(f"{scale_name} is {sf.dtype}, and must be one of {words}")
+        return weight, sf.float()
     if weight.dtype not in WIDE_DTYPES:
         words = ", ".join(str(dtype) for dtype in (E4M3, *WIDE_DTYPES))
-        raise ValueError(f"{name} is {weight.dtype}, and must be one of {words}")
+        packed = " (packed FP4? convert it to FP8 first)" if weight.dtype == torch.int8 else ""
+        raise ValueError(f"{name} is {weight.dtype}, and must be one of {words}{packed}")
     if scale_name in source.names:
         raise ValueError(
             f"{name} is {weight.dtype} and has scales in {scale_name}: only {E4M3} weights do"
@@ -156,27 +179,40 @@ def _num_experts(problem: Problem) -> int:
     return problem.num_local_experts * problem.table_num_ranks
 
 
-def _check_count(names: Collection[str], prefix: str, problem: Problem) -> None:
-    pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.gate_proj\.weight")
-    found = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+def _check_count(names: Collection[str], prefix: str, problem: Problem) -> tuple[str, str, str]:
+    """How the checkpoint names an expert's tensors; refuses another number of experts."""
     whole = _num_experts(problem)
-    if not found:
-        raise ValueError(
-            f"the checkpoint has no experts under {prefix!r}: neither "
-            f"{prefix}.0.gate_proj.weight nor {prefix}.gate_up_proj"
-            f"{_near(f'{prefix}.0.gate_proj.weight', names)}"
-        )
-    if found != set(range(whole)):
-        raise ValueError(
-            f"the checkpoint has {len(found)} experts under {prefix!r}, numbers {min(found)} to "
-            f"{max(found)}, and problem {problem.name!r} {whole} over all ranks"
-        )
+    for naming in NAMINGS:
+        pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.{naming[0]}\.weight")
+        found = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+        if found == set(range(whole)):
+            return naming
+        if found:
+            raise ValueError(
+                f"the checkpoint has {len(found)} experts under {prefix!r}, numbers {min(found)} "
+                f"to {max(found)}, and problem {problem.name!r} {whole} over all ranks"
+            )
+    raise ValueError(
+        f"the checkpoint has no experts under {prefix!r}: neither {prefix}.0.gate_proj.weight nor "
+        f"{prefix}.0.w1.weight nor {prefix}.gate_up_proj{_near('gate_proj.weight', names)}"
+    )
 
 
-def _near(name: str, names: Iterable[str]) -> str:
-    """A hint: a name of the checkpoint that ends alike."""
+def _refuse_biases(names: Collection[str], prefix: str) -> None:
+    biases = sorted(
+        n for n in names if n.startswith(f"{prefix}.") and n.endswith(("bias", "_bias"))
+    )
+    if biases:
+        raise ValueError(f"{biases[0]}: experts with biases are not what this layer computes")
+
+
+def _near(name: str, names: Collection[str]) -> str:
+    """A hint: an expert's tensor that the checkpoint has, one that begins or ends alike."""
+    experts = sorted(n for n in names if ".experts." in n)
     ending = name.split(".")[-2:]
-    alike = sorted(n for n in names if n.split(".")[-2:] == ending)
+    alike = [n for n in experts if n.startswith(name.removesuffix("_scale_inv")) and n != name]
+    alike += [n for n in experts if n.split(".")[-2:] == ending]
+    alike = [n for n in alike if n != name.removesuffix("_scale_inv")] or experts
     return f"; it has, for example, {alike[0]!r}" if alike else ""
 
 
@@ -219,18 +255,26 @@ class _Files:
         path = Path(checkpoint)
         self._stack = ExitStack()
         self._opened: dict[Path, Any] = {}
-        index = path / INDEX
+        index = path if path.name.endswith(".index.json") else path / INDEX
         if index.is_file():
             try:
                 places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{index} is no index of safetensors files: {error}") from error
-            self._where = {name: path / str(file) for name, file in places.items()}
+            self._where = {name: index.parent / str(file) for name, file in places.items()}
         else:
             files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
             if not files:
                 raise ValueError(f"there is no .safetensors file at {path}")
-            self._where = {name: file for file in files for name in self._open(file).keys()}
+            self._where = {}
+            for file in files:
+                for name in self._open(file).keys():
+                    if name in self._where:
+                        raise ValueError(
+                            f"{name!r} is in {self._where[name]} and in {file}: keep one of them, "
+                            f"or add the {INDEX} that says which counts"
+                        )
+                    self._where[name] = file
         self.names: Collection[str] = self._where.keys()
 
     def _open(self, file: Path) -> Any:
@@ -248,10 +292,9 @@ class _Files:
 
     def _slice(self, name: str) -> Any:
         file = self._where[name]
+        opened = self._open(file)
         try:
-            return self._open(file).get_slice(name)
-        except ValueError:
-            raise
+            return opened.get_slice(name)
         except Exception as error:  # safetensors raises its own kind
             raise ValueError(f"{file} has no {name!r}, as the index says: {error}") from error
 
