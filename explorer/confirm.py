@@ -48,7 +48,7 @@ def candidates_of(
         top: how many of the best.
 
     Returns:
-        None at all when the default does not run in every cell: nothing can be compared then.
+        Nothing when the default does not run in every cell: nothing can be compared then.
     """
 
     def score(schedule: Schedule, of: Sequence[Cell]) -> float | None:
@@ -123,6 +123,9 @@ def confirm(
             stage = Round(cell, bench, info, recorder, "confirm", seed)
             first = recorder.next_observation(cell, seed)
             stage.check([s for s in schedules if s not in failed])
+            if cell.baseline.name not in stage.ready:
+                logger.warning("%s: the default failed, nothing is confirmed", cell.label)
+                return False
             for number in range(first, first + observations):
                 runs = list(stage.ready.values())
                 warm = number == first

@@ -173,6 +173,7 @@ def _column(line: str, offset: int) -> int:
     return len(line.encode()[:offset].decode())
 
 
+@lru_cache(maxsize=16)
 def package_version(name: str) -> str:
     """Installed version of a distribution, empty if it is not there."""
     try:

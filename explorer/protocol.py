@@ -7,9 +7,8 @@ capture idles the card between blocks; blocks of at least 20 samples and 50 ms o
 are interleaved in random order over three rounds; and a yardstick, an FP8 8192 x 8192 x 8192
 product, is read before and after each block. A block whose two readings differ by more than 3 % is
 repeated, and so is one after which the card is more than 7 % below what the readings before say is
-usual: it has throttled for a moment (one block in ten to twenty, and 10 to 20 % slower, at 512
-tokens; NVIDIA H200, 2026-11-29). Clocks, power and temperature are read twice in a block, at its
-start and near its end.
+usual: it has throttled for a moment (DESIGN.md has an example). Clocks, power and temperature are
+read twice in a block, at its start and near its end.
 
 With a GPU a rank every rank runs the same blocks at the same time; a time is then the maximum over
 the ranks of the median of each.

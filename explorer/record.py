@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections import Counter
@@ -29,13 +30,7 @@ if TYPE_CHECKING:
 
 BASELINE = "default_schedule"
 """Name of the baseline in the rows of a search."""
-WORK = (
-    "num_tokens",
-    "routing",
-    "seed",
-    "stage",
-    "candidate",
-)
+WORK = ("num_tokens", "routing", "seed", "stage", "candidate")
 """What distinguishes the rows of one search; a row's observation counts within it."""
 STATE = {
     "sm_clock_mhz": "sm_clock_end_mhz",
@@ -44,9 +39,8 @@ STATE = {
     "temperature_c": "temperature_end_c",
 }
 """Column of a reading at the start of a trial -> the column of the one at its end."""
-
-
 VERSIONS = ("card", "driver", "torch")
+"""Columns that a GPU process tells."""
 
 
 def new_run() -> str:
@@ -105,6 +99,7 @@ class Recorder:
         self.path = table_path(options.results, device, options.problem.name)
         self.run = new_run()
         self._constants = load_constants()
+        self._predicted: dict[tuple[int, Schedule], float] = {}
         self._gpu = threading.local()  # a thread times on one GPU
         self._lock = threading.Lock()
         self._seen: dict[tuple[Any, ...], Seen] = {}
@@ -144,12 +139,14 @@ class Recorder:
     def _note(self, row: dict[str, Any]) -> None:
         seen = self._seen.setdefault(tuple(row[name] for name in WORK), Seen())
         seen.status = str(row["status"])
-        if seen.status == "ok" and row.get("median_us") == row.get("median_us"):
-            if (us := row.get("median_us")) is not None:
-                seen.times_us.append(float(us))
-            ratio = row.get("ratio_to_baseline")
-            if ratio is not None and ratio == ratio:
-                seen.ratios.append(float(ratio))
+        if seen.status == "ok":
+            for name, values in (
+                ("median_us", seen.times_us),
+                ("ratio_to_baseline", seen.ratios),
+            ):
+                value = row.get(name)
+                if value is not None and not math.isnan(value):
+                    values.append(float(value))
         if row["stage"] == "confirm":
             where = row["num_tokens"], row["routing"], row["run"]
             if seen.status == "ok":
@@ -179,10 +176,11 @@ class Recorder:
             runs = {run for _, _, run in self._confirmed}
             return any(all(complete(cell, run) for cell in cells) for run in runs)
 
-    def seen(self, cell: Cell, schedule: Schedule, stage: str = "screen") -> Seen | None:
-        """What is known of a candidate; None when it has no row."""
+    def seen(self, cell: Cell, schedule: Schedule) -> Seen | None:
+        """What the screen knows of a candidate; None when it has no row."""
+        key = (cell.num_tokens, cell.routing, self.options.seed, "screen", schedule.name)
         with self._lock:
-            return self._seen.get((*self._cell_key(cell), stage, schedule.name))
+            return self._seen.get(key)
 
     def next_observation(self, cell: Cell, seed: int) -> int:
         """The first observation number that no confirmed row of the cell and seed has."""
@@ -214,9 +212,6 @@ class Recorder:
     def statuses(self) -> dict[str, int]:
         """Rows written, by status."""
         return dict(self._statuses)
-
-    def _cell_key(self, cell: Cell) -> tuple[Any, ...]:
-        return cell.num_tokens, cell.routing, self.options.seed
 
     def _identity(self) -> dict[str, Any]:
         """Columns that all rows of the search share and that make its work what it is."""
@@ -255,23 +250,30 @@ class Recorder:
     def _built(
         self, cell: Cell, schedule: Schedule, stage: str, seed: int | None, build: BuildResult
     ) -> dict[str, Any]:
-        report, o = build.report, self.options
-        found = predict(
-            o.problem,
-            schedule,
-            cell.num_tokens,
-            recipe=o.recipe,
-            gpu_ranks=o.gpu_ranks,
-            constants=self._constants,
-        )
+        report = build.report
         row = {
             **self._base(cell, schedule, stage, seed),
-            "predicted_us": found.phase_us(o.phase),
+            "predicted_us": self._prediction(cell.num_tokens, schedule),
         }
         if report is not None:
             for name in ("registers", "spill_bytes", "smem_bytes", "num_wgmma", "source_hash"):
                 row[name] = getattr(report, name)
         return row
+
+    def _prediction(self, num_tokens: int, schedule: Schedule) -> float:
+        """Made once a candidate: rows are written between rounds, while the GPU waits."""
+        key, o = (num_tokens, schedule), self.options
+        if key not in self._predicted:
+            found = predict(
+                o.problem,
+                schedule,
+                num_tokens,
+                recipe=o.recipe,
+                gpu_ranks=o.gpu_ranks,
+                constants=self._constants,
+            )
+            self._predicted[key] = found.phase_us(o.phase)
+        return self._predicted[key]
 
     def failed_row(
         self,

@@ -174,11 +174,21 @@ def _check_routing(problem: Problem, routing: str, num_tokens: int) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command."""
     from .bundle import use_cache
+    from .strategy import import_optuna
 
     if args.cache is not None:
         manifest = use_cache(args.cache)
         print(f"{args.cache}: {manifest.num_kernels} kernels", file=sys.stderr)
         args.prebuilt = True
+    if args.compile_only and args.executor != "local":
+        raise ValueError("--compile-only compiles on this machine: leave --executor ray away")
+    if args.compile_only and args.strategy == "optuna":
+        raise ValueError(
+            "--compile-only with --strategy optuna: what it will propose is not known beforehand. "
+            "Compile the whole space with --strategy grid"
+        )
+    if args.strategy == "optuna":
+        import_optuna()
     options = options_of(args)
     if options.rank_mode == "real" and not args.compile_only:
         found = doctor.count_gpus()
@@ -228,6 +238,10 @@ def _search(options: SearchOptions, args: argparse.Namespace) -> int:
     )
     with executor:
         gpu = executor.gpu_name()
+        if gpu is None and options.strategy == "optuna":
+            raise ValueError(
+                "--strategy optuna proposes from measured times, and there is no SM90 GPU here"
+            )
         if gpu is None:
             print(
                 "no SM90 GPU here: candidates are compiled for sm_90a and ranked by the cost "

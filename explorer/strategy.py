@@ -22,7 +22,6 @@ TRIES = 3
 """Times that a candidate is timed in vain because the default fails beside it."""
 KEPT = 3
 """Halving: one candidate in this many goes on to the next rung."""
-
 MAX_IN_VAIN = 40
 """Points in a row that are invalid or known, after which Optuna is not asked for more."""
 
@@ -79,22 +78,19 @@ class Halving(Grid):
         first = super().ask()
         if first:
             return first
-        rung, wanted = self._ranked(self.schedules), 2
+        rung, wanted = ranked(self.schedules, self.look), 2
         while len(rung) > self.keep:
             rung = rung[: max(self.keep, math.ceil(len(rung) / KEPT))]
             short = [s for s in rung if self._is_short(s, wanted)]
             if short:
                 return short[:BATCH]
-            rung, wanted = self._ranked(rung), 2 * wanted
+            rung, wanted = ranked(rung, self.look), 2 * wanted
         return []
 
     def _is_short(self, schedule: Schedule, wanted: int) -> bool:
         """Whether it lacks observations beside the default, and did not try too often."""
         seen = self.look(schedule)
         return seen is None or (len(seen.ratios) < wanted and len(seen.times_us) < 2 * wanted)
-
-    def _ranked(self, schedules: Sequence[Schedule]) -> list[Schedule]:
-        return ranked(schedules, self.look)
 
 
 def ranked(schedules: Sequence[Schedule], look: Look) -> list[Schedule]:

@@ -459,3 +459,25 @@ def test_a_time_limit_is_positive(command: str, capsys: pytest.CaptureFixture[st
     flags = ["--problem", "mimo-v2.5", "--tokens", "8", "--timeout", "-1"]
     assert cli.main([command, *flags]) == 2
     assert "'-1' must be a positive number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--compile-only", "--executor", "ray"], "leave --executor ray away"),
+        (["--compile-only", "--strategy", "optuna"], "Compile the whole space with"),
+        (["--strategy", "optuna"], "proposes from measured times"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_inline_farm(monkeypatch, tmp_path)
+    argv = ["search", *FLASH, "--tokens", "16", "--out", str(tmp_path / "r"), *flags]
+    assert cli.main(argv) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "r" / "sm90-model").exists()

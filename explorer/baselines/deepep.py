@@ -15,7 +15,16 @@ from torch import Tensor
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
 
-from .base import Layer, LayerSet, import_problem, installed_version, no_gpu, no_ranks
+from .base import (
+    BF16_GATE_UP,
+    Layer,
+    LayerSet,
+    Tolerance,
+    import_problem,
+    installed_version,
+    no_gpu,
+    no_ranks,
+)
 from .deepgemm import MODULE as GEMM_MODULE
 from .deepgemm import contiguous_align, grouped_layer, other_groups
 from .pieces import ExpertLayer, Rows
@@ -44,6 +53,30 @@ def versions() -> str:
     """Versions of both packages; empty when DeepEP is not installed."""
     own = installed_version(MODULE)
     return f"deep_ep {own}, deep_gemm {installed_version(GEMM_MODULE)}" if own else ""
+
+
+class OverDeepEP:
+    """What the baselines over DeepEP have in common; each has its own launch.
+
+    Args:
+        api: DeepEP and DeepGEMM; the installed ones when None.
+    """
+
+    tolerance: Tolerance | None = BF16_GATE_UP
+    needs = "Buffer"
+    """The class of DeepEP that it takes."""
+
+    def __init__(self, api: tuple[Any, Any] | None = None):
+        self._api = api
+
+    def available(self) -> str | None:
+        return no_deepep(self.needs)
+
+    def refuses(self, problem: Problem, recipe: Recipe) -> str | None:
+        return refuses_ranks(problem, recipe)
+
+    def version(self) -> str:
+        return versions()
 
 
 def load() -> tuple[Any, Any]:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tl_megamoe.problem import Problem
-from tl_megamoe.recipe import Recipe
-
-from .base import BF16_GATE_UP, Layer, Prepared, Tolerance
+from .base import Layer, Prepared
 from .deepep import (
+    OverDeepEP,
     group_of,
     load,
-    no_deepep,
     received_layer,
-    refuses_ranks,
     route_indices,
-    versions,
 )
 
 TESTED = ""
 
 
-class V1Contig:
+class V1Contig(OverDeepEP):
     """Dispatch, grouped products and combine of several ranks, a GPU each."""
 
     name = "v1-contig"
@@ -32,19 +25,6 @@ class V1Contig:
         "and the routing weights are exchanged beforehand; gate and up pass through BF16"
     )
     tested = TESTED
-    tolerance: Tolerance | None = BF16_GATE_UP
-
-    def __init__(self, api: tuple[Any, Any] | None = None):
-        self._api = api
-
-    def available(self) -> str | None:
-        return no_deepep("Buffer")
-
-    def refuses(self, problem: Problem, recipe: Recipe) -> str | None:
-        return refuses_ranks(problem, recipe)
-
-    def version(self) -> str:
-        return versions()
 
     def prepare(self, layer: Layer) -> Prepared:
         """Dispatch once, so that launches reuse the layout: no CPU waits in the graph."""

@@ -10,15 +10,15 @@ from tl_megamoe.problem import SCALE_BLOCK, Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.scaling import dequantize
 
-from .base import BF16_GATE_UP, Layer, Prepared, Tolerance
-from .deepep import group_of, load, no_deepep, refuses_ranks, route_indices, versions
+from .base import Layer, Prepared
+from .deepep import OverDeepEP, group_of, load, route_indices
 from .deepgemm import masked_product
 from .pieces import fuse, swiglu_quantise
 
 TESTED = ""
 
 
-class V1LowLatency:
+class V1LowLatency(OverDeepEP):
     """Dispatch, masked products and combine of several ranks, a GPU each; for few tokens."""
 
     name = "v1-ll"
@@ -28,21 +28,11 @@ class V1LowLatency:
         "and up pass through BF16"
     )
     tested = TESTED
-    tolerance: Tolerance | None = BF16_GATE_UP
-
-    def __init__(self, api: tuple[Any, Any] | None = None):
-        self._api = api
-
-    def available(self) -> str | None:
-        return no_deepep("Buffer")
 
     def refuses(self, problem: Problem, recipe: Recipe) -> str | None:
         if not recipe.folds_topk_weight:
             return f"recipe {recipe}: its combine applies the routing weight, not the activation"
-        return refuses_ranks(problem, recipe)
-
-    def version(self) -> str:
-        return versions()
+        return super().refuses(problem, recipe)
 
     def prepare(self, layer: Layer) -> Prepared:
         ep, gemm = self._api or load()
