@@ -31,11 +31,11 @@ from .args import (
     running_problem,
     seconds,
 )
+from .strategy import STRATEGIES, import_optuna
 
 if TYPE_CHECKING:
     from .search import SearchOptions
 
-STRATEGIES = ("grid", "halving", "optuna")
 EXECUTORS = ("local", "ray")
 
 
@@ -174,7 +174,6 @@ def _check_routing(problem: Problem, routing: str, num_tokens: int) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command."""
     from .bundle import use_cache
-    from .strategy import import_optuna
 
     if args.cache is not None:
         manifest = use_cache(args.cache)
