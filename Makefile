@@ -1,5 +1,6 @@
 # make demo   make a virtual environment, install, run a small search, print its ranked table
-# make test   the same with the development tools: lint, types, tests
+# make test   the same with the development tools: lint, types, docs, tests
+# make docs   build the site into build/site, warnings being errors
 # make clean  remove what these made
 #
 # PYTHON: the interpreter to start from. TORCH: the torch requirement, for example
@@ -15,12 +16,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One stamp for each torch requirement: a file name may hold neither > nor =.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types docs unit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/tl-megamoe search $(DEMO)
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -32,6 +33,9 @@ types: $(VENV)/.installed-dev
 	$(PIP) install --quiet --no-deps --no-build-isolation --target build/check .
 	cd build/check && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml \
 	    --cache-dir ../mypy_cache -p tl_megamoe
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q

@@ -18,7 +18,9 @@ from . import (
     bench,
     bundle,
     check,
+    export_command,
     freeze_command,
+    host,
     listing,
     merge,
     model,
@@ -119,8 +121,10 @@ def make_parser() -> argparse.ArgumentParser:
     report.add_parser(add)
     freeze_command.add_parser(add)
     bench.add_parser(add)
+    host.add_parser(add)
     check.add_parser(add, add_problem)
     model.add_parser(add)
+    export_command.add_parser(add)
     merge.add_parser(add)
     t4.add_parser(add)
     return parser

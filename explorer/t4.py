@@ -1,4 +1,4 @@
-"""`tl-megamoe export --format t4`: a table in the results format that tools for auto-tuning share.
+"""`tl-megamoe t4`: a table in the results format that tools for auto-tuning share.
 
 T4 is the JSON format that Kernel Tuner writes (schema 1.0.0, kernel_tuner/schema/T4) and that the
 AutoTuning Association's methodology reads (schema 1.1.0: it adds `metadata`, among it the unit of
@@ -203,18 +203,15 @@ def add_parser(add: Callable[..., Any]) -> None:
     Args:
         add: makes a sub-parser from a name, a function and a text.
     """
-    parser = add("export", run_export, "Write a table in a format of other tools.")
+    parser = add("t4", run_t4, "Write a table as T4 JSON, the format of Kernel Tuner's results.")
     parser.add_argument("table", type=Path, metavar="TABLE.csv")
-    parser.add_argument(
-        "--format", choices=("t4",), required=True, help="t4: JSON results as Kernel Tuner's"
-    )
     parser.add_argument("--out", type=Path, help="file of the results (stdout)")
     parser.add_argument("--metadata", type=Path, help="write T4 metadata to this file too")
     parser.add_argument("--tokens", type=counts, help="only these token counts")
     parser.add_argument("--stage", choices=STAGES, help="only rows of this stage")
 
 
-def run_export(args: argparse.Namespace) -> int:
+def run_t4(args: argparse.Namespace) -> int:
     """The verb; 0 when the file is written."""
     if not args.table.is_file():
         raise ValueError(

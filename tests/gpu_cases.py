@@ -19,9 +19,12 @@ import pytest
 from tl_megamoe.frozen import resolve
 from tl_megamoe.kernel import KernelSpec, compile_kernel
 from tl_megamoe.layout import num_ring_rows
+from tl_megamoe.module import with_shared
 from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.quantize import QuantizeSpec, compile_quantize
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
+from tl_megamoe.selection import schedule_intervals
 
 NUM_SMS = 132
 PRESET_CAPACITY = 8192
@@ -320,6 +323,51 @@ def many_rank_specs(problem: Problem, duplicates: Problem) -> Iterable[KernelSpe
         yield _spec(duplicates, schedule)
 
 
+MODEL_CASES = (
+    (SMALL, SMALL_CAPACITY, 0),
+    (FLASH, PRESET_CAPACITY, 0),
+    (SMALL, 128, 0),  # exported
+    *((small("model", hidden=256, intermediate=128), capacity, 0) for capacity in (64, 1024)),
+    *(
+        (small("example", hidden=256, intermediate=128, num_experts=16, num_topk=4), 512, n)
+        for n in (0, 1, 2)
+    ),
+    (small("readme", hidden=256, intermediate=128, num_experts=16, num_topk=4), 4096, 0),
+    (small("shared", num_experts=7, num_topk=1), SMALL_CAPACITY, 1),
+)
+"""(routed layer, capacity, shared experts) of the tests that call it from model code or docs."""
+
+
+def model_specs() -> Iterable[KernelSpec]:
+    """Kernels that a module loads when it is made."""
+    for problem, capacity, num_shared in MODEL_CASES:
+        whole = with_shared(problem, num_shared)
+        intervals = schedule_intervals(
+            whole, "NVIDIA H200", capacity, rank_mode="one", recipe=Recipe()
+        )
+        for _, schedule in intervals:
+            yield _spec(whole, schedule, capacity=capacity)
+    on_ranks = small(num_ranks=4)  # docs/multi-gpu.md
+    schedule = replace(default_schedule(on_ranks, 256), num_sms=NUM_SMS // 4)
+    yield _spec(on_ranks, schedule, capacity=256)
+
+
+def quantize_specs() -> list[QuantizeSpec]:
+    """Kernels that quantise activations, of the same layers."""
+    return [
+        QuantizeSpec(
+            hidden=problem.hidden,
+            num_topk=problem.num_topk + num_shared,
+            num_shared=num_shared,
+            num_local_experts=problem.num_local_experts + num_shared,
+            num_experts=problem.num_experts + num_shared,
+            capacity=capacity,
+            scale="exact",
+        )
+        for problem, capacity, num_shared in MODEL_CASES
+    ]
+
+
 def specs() -> list[KernelSpec]:
     """Every kernel that the sm90 tests of this session launch."""
     found: list[KernelSpec] = []
@@ -328,7 +376,7 @@ def specs() -> list[KernelSpec]:
         found += rank_specs(problem)
         found += many_rank_specs(problem, duplicates_on(real_ranks()))
     else:
-        found += [*small_specs(), *edge_specs(), *preset_specs()]
+        found += [*small_specs(), *edge_specs(), *preset_specs(), *model_specs()]
         for number in RANKS:
             found += rank_specs(ON_RANKS[number])
         found += many_rank_specs(WRAPS, duplicates_on(2))
@@ -340,7 +388,10 @@ def ring_blocks(problem: Problem, block_m: int) -> int:
     return num_ring_rows(problem, RANKS_CAPACITY) // block_m
 
 
-def _build(spec: KernelSpec) -> str:
+def _build(spec: KernelSpec | QuantizeSpec) -> str:
+    if isinstance(spec, QuantizeSpec):
+        compile_quantize(spec)
+        return f"quantize {spec.hidden} {spec.scale} shared {spec.num_shared}"
     name = f"{spec.problem.name} {spec.phase} {spec.recipe} {spec.schedule.name}"
     try:
         compile_kernel(spec)
@@ -364,9 +415,12 @@ def main() -> None:
             print(spec.problem.name, spec.phase, spec.recipe, spec.schedule.name)
         print(len(todo))
         return
+    from test_sm90_quantize import specs as quantize_cases
+
+    every = [*todo, *quantize_specs(), *quantize_cases()]
     with ProcessPoolExecutor(args.jobs) as pool:
-        for done, name in enumerate(pool.map(_build, todo), 1):
-            print(f"[{done}/{len(todo)}] {name}", flush=True)
+        for done, name in enumerate(pool.map(_build, every), 1):
+            print(f"[{done}/{len(every)}] {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -268,3 +268,27 @@ def test_describe(buffer: SymmBuffer) -> None:
     rank = VirtualGroup(4, "cpu").buffers(problem, 4)[3]
     assert "rank 3 of 4, mode virtual, on cpu" in rank.describe()
     assert "rank=3 of 4 (virtual)" in repr(rank)
+
+
+def test_inputs_can_be_written_in_compiled_code(buffer: SymmBuffer) -> None:
+    """Views of one storage with different dtypes could not; they are part of `raw` even so."""
+
+    def fill(x: torch.Tensor, sf: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> None:
+        buffer.x[:2] = x
+        buffer.x_sf[:2] = sf
+        buffer.topk_idx[:2] = idx
+        buffer.topk_weights[:2] = weights
+
+    p = buffer.problem
+    x = torch.ones(2, p.hidden).to(torch.float8_e4m3fn)
+    values = (x, torch.full((2, p.hidden // 128), 2.0), torch.full((2, p.num_topk), 3))
+    torch._dynamo.reset()
+    torch.compile(fill, fullgraph=True, backend="aot_eager")(
+        *values, torch.full_like(values[2], 4.0, dtype=torch.float32)
+    )
+    for name, value in zip(("x", "x_sf", "topk_idx", "topk_weights"), (1, 2, 3, 4), strict=True):
+        view = getattr(buffer, name)
+        assert (view[:2].float() == value).all()
+        section = buffer.layout.sections[name]
+        held = buffer.raw[section.offset : section.offset + section.num_bytes]
+        assert torch.equal(held, view.contiguous().view(torch.uint8).flatten())

@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tl_megamoe import load_experts, reference, transform_weights
+from tl_megamoe.checkpoint import PlainTarget, TiledTarget, place, plan_shared
 from tl_megamoe.problem import Problem
 from tl_megamoe.scaling import E4M3, dequantize_blocks, quantize_blocks
+from tl_megamoe.sources import Tensors
 from tl_megamoe.synthetic import random_inputs, random_weights
-from tl_megamoe.weights import PlainWeights
+from tl_megamoe.weights import MoEWeights, PlainWeights
 
 LAYER = Problem(name="layer", hidden=256, intermediate=128, num_experts=8, num_topk=2, num_ranks=4)
 WHOLE = replace(LAYER, num_ranks=1)
@@ -170,6 +172,71 @@ def test_a_name_in_two_files_is_no_guess(weights: PlainWeights, tmp_path: Path) 
     save_file({f"{PREFIX}.0.up_proj.weight": weights.l1[0]}, tmp_path / "z-old.safetensors")
     with pytest.raises(ValueError, match=r"is in .* and in .*z-old.safetensors: keep one"):
         load_experts(tmp_path, PREFIX, LAYER)
+
+
+def test_a_square_stacked_matrix_needs_the_other_one(weights: PlainWeights) -> None:
+    """gate_up_proj is (8, 256, 256) here: its shape does not tell whether it is transposed."""
+    turned = {**stacked(weights), f"{PREFIX}.down_proj": weights.l2.view(torch.uint8).mT.view(E4M3)}
+    with pytest.raises(ValueError, match=r"down_proj has shape \(8, 128, 256\).*transposed"):
+        load_experts(turned, PREFIX, LAYER)
+    alone = changed(stacked(weights), f"{PREFIX}.down_proj", None)
+    with pytest.raises(ValueError, match="gate_up_proj holds square matrices, 256 x 256: only"):
+        load_experts(alone, PREFIX, LAYER)
+
+
+def test_a_shared_experts_matrix_is_divided_exactly(weights: PlainWeights, seed: int) -> None:
+    """Codes and scales of BF16 and of FP8 weights; every shared expert gets whole blocks."""
+    inter, num_shared, first = LAYER.intermediate, 3, LAYER.num_local_experts
+    generator = torch.Generator().manual_seed(seed)
+    wide = {
+        f"s.{word}.weight": torch.randn(shape, generator=generator).bfloat16()
+        for word, shape in (
+            ("w1", (num_shared * inter, LAYER.hidden)),
+            ("w3", (num_shared * inter, LAYER.hidden)),
+            ("w2", (LAYER.hidden, num_shared * inter)),
+        )
+    }
+    codes = {}
+    for name, value in wide.items():
+        codes[name], codes[name.replace(".weight", ".scale")] = quantize_blocks(value)
+    target = replace(LAYER, num_experts=LAYER.num_experts + 4 * num_shared)
+    for tensors in (wide, codes):
+        out = PlainTarget(target, torch.device("cpu"))
+        source = Tensors(tensors)
+        for piece in plan_shared(source, "s", LAYER, num_shared):
+            place(source, piece, out)
+        for s in range(num_shared):
+            rows = slice(s * inter, (s + 1) * inter)
+            for found, found_sf, w in (
+                (out.weights.l1[first + s][:inter], out.weights.l1_sf[first + s][:1], "w1"),
+                (out.weights.l1[first + s][inter:], out.weights.l1_sf[first + s][1:], "w3"),
+                (out.weights.l2[first + s], out.weights.l2_sf[first + s], "w2"),
+            ):
+                part = wide[f"s.{w}.weight"][(slice(None), rows) if w == "w2" else rows]
+                own, own_sf = quantize_blocks(part)
+                assert torch.equal(found.view(torch.uint8), own.view(torch.uint8))
+                assert torch.equal(found_sf, own_sf)
+    gated = {**wide, "s_gate.weight": torch.ones(1, LAYER.hidden)}
+    with pytest.raises(ValueError, match="s_gate.weight: the model multiplies its shared expert"):
+        plan_shared(Tensors(gated), "s", LAYER, num_shared)
+
+
+@pytest.mark.parametrize("expert", [0, 7])
+def test_the_tiled_target_is_transform_weights(weights: PlainWeights, expert: int) -> None:
+    """A part written in place is what the whole transformation makes of it; no other is touched."""
+    kernel = transform_weights((weights.l1, weights.l1_sf), (weights.l2, weights.l2_sf), WHOLE)
+    l1, l1_sf, l2, l2_sf = (torch.zeros_like(t) for t in (*kernel.l1, *kernel.l2))
+    empty = MoEWeights((l1, l1_sf), (l2, l2_sf))
+    target = TiledTarget(empty)
+    (gate, up), (gate_sf, up_sf) = weights.l1[expert].chunk(2), weights.l1_sf[expert].chunk(2)
+    target.put(expert, "gate", gate, gate_sf)
+    target.put(expert, "up", up, up_sf)
+    target.put(expert, "down", weights.l2[expert], weights.l2_sf[expert])
+    for found, wanted in zip((*empty.l1, *empty.l2), (*kernel.l1, *kernel.l2), strict=True):
+        assert torch.equal(found[expert].view(torch.uint8), wanted[expert].view(torch.uint8))
+        assert int(found.view(torch.uint8).count_nonzero()) == int(
+            wanted[expert].view(torch.uint8).count_nonzero()
+        )
 
 
 def changed(tensors: dict[str, Tensor], name: str, value: Tensor | None) -> dict[str, Tensor]:

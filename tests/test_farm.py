@@ -392,6 +392,9 @@ def test_digest_follows_the_sources() -> None:
     root = Path(str(farm_module.tl_megamoe.__file__)).parent
     for pattern in farm_module.KERNEL_SOURCES:
         assert list(root.glob(pattern)), pattern
+    named = {Path(pattern).stem for pattern in farm_module.KERNEL_SOURCES if "phases/" in pattern}
+    phases = {path.stem for path in (root / "phases").glob("*.py")}
+    assert named == phases - {"quantize"}  # not part of the fused kernel
 
 
 def test_a_process_that_cannot_start_is_an_outcome(

@@ -20,12 +20,12 @@ from tl_megamoe import (
     fp8_mega_moe,
     fp8_mega_moe_cooperative,
     fp8_mega_moe_pingpong,
-    op,
+    loading,
     selection,
     transform_weights,
 )
 from tl_megamoe.frozen import resolve
-from tl_megamoe.kernel import KernelSpec
+from tl_megamoe.kernel import CompiledKernel, KernelSpec
 from tl_megamoe.op import prepare, weight_shapes
 from tl_megamoe.recipe import as_recipe
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
@@ -172,22 +172,19 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         compiled.append(spec)
         return FakeKernel(spec)
 
-    monkeypatch.setattr(op, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(loading, "compile_kernel", compile_kernel)
     monkeypatch.setattr(selection, "_said", set())
     for variable in (KERNEL_VARIABLE, THRESHOLD_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     return compiled
 
 
-class FakeKernel:
-    def __init__(self, spec: KernelSpec) -> None:
-        self.spec = spec
-        self.launches: list[tuple[int, Schedule]] = []
+class FakeKernel(CompiledKernel):
+    """Takes down what the program would be called with."""
 
-    def launch(
-        self, buffer: Any, weights: Any, y: Any, num_tokens: int, schedule: Schedule, **rest: Any
-    ) -> None:
-        self.launches.append((num_tokens, schedule))
+    def __init__(self, spec: KernelSpec) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        super().__init__(spec, lambda *values: self.launches.append(values))
 
 
 def on_gpu(buffer: SymmBuffer, num_sms: int = 132) -> SymmBuffer:
@@ -257,18 +254,22 @@ def test_forced_modes(
     assert prepare(free, tokens)[1] == default_schedule(SMALL, tokens)  # and does not stick
     caplog.clear()
     monkeypatch.setenv(KERNEL_VARIABLE, mode)
+    forced = one()
     with caplog.at_level(logging.WARNING):
-        assert [prepare(free, tokens)[1] for _ in range(3)] == [schedule] * 3
+        assert [prepare(forced, tokens)[1] for _ in range(3)] == [schedule] * 3
         assert prepare(one(), tokens)[1] == schedule
     assert [r.getMessage() for r in caplog.records if KERNEL_VARIABLE in r.getMessage()] == [
         f"{KERNEL_VARIABLE}={mode} forces schedules of math mode {mode}; results do not change"
     ]
     # The variant of the op is stronger than the variable, and a schedule than both.
-    assert prepare(free, tokens, math_mode=other)[1].math_mode == other
+    assert prepare(forced, tokens, math_mode=other)[1].math_mode == other
     explicit = default_schedule(SMALL, tokens, other)
-    assert prepare(free, tokens, schedule=explicit)[1] == explicit
+    assert prepare(forced, tokens, schedule=explicit)[1] == explicit
+    # A buffer looks once; the next one looks anew.
+    assert prepare(free, tokens)[1] == default_schedule(SMALL, tokens)
     monkeypatch.delenv(KERNEL_VARIABLE)
-    assert prepare(free, tokens)[1] == default_schedule(SMALL, tokens)  # heeded, not cached over
+    assert prepare(forced, tokens)[1] == schedule
+    assert prepare(one(), tokens)[1] == default_schedule(SMALL, tokens)
     with pytest.raises(ValueError, match="together with a schedule"):
         prepare(free, tokens, schedule=explicit, math_mode=other)
 
@@ -276,24 +277,23 @@ def test_forced_modes(
 def test_variants_launch_their_mode(specs: list[KernelSpec], arguments: dict[str, Any]) -> None:
     buffer = one(CAPACITY)
     buffer.device = torch.device("cpu")  # where the arguments are; nothing is launched
-    buffer.kernels = Kernels(specs)
+    modes = ("pingpong", "cooperative")
+    made = {mode: FakeKernel(spec_of(default_schedule(SMALL, 8, mode))) for mode in modes}
+    for kernel in made.values():
+        buffer.kernels[kernel.spec.schedule, False, True] = kernel
     rest = {**arguments, "sym_buffer": buffer}
     fp8_mega_moe_pingpong(**rest)
-    fp8_mega_moe_cooperative(**rest, token_bound=CAPACITY)
+    fp8_mega_moe_cooperative(**rest, token_bound=8)
     fp8_mega_moe(**rest)
-    chosen = [schedule for kernel in buffer.kernels.made for _, schedule in kernel.launches]
-    assert [s.math_mode for s in chosen] == ["pingpong", "cooperative", "pingpong"]
+    assert {mode: len(kernel.launches) for mode, kernel in made.items()} == {
+        "pingpong": 2,
+        "cooperative": 1,
+    }
+    assert not specs
 
 
-class Kernels(dict[Any, Any]):
-    """A store that has every kernel."""
-
-    def __init__(self, specs: list[KernelSpec]) -> None:
-        self.made: list[FakeKernel] = []
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.made.append(FakeKernel(key))
-        return self.made[-1]
+def spec_of(schedule: Schedule, capacity: int = CAPACITY) -> KernelSpec:
+    return KernelSpec(problem=SMALL, schedule=schedule, capacity=capacity)
 
 
 def test_a_mode_that_the_problem_does_not_have(
@@ -306,7 +306,7 @@ def test_a_mode_that_the_problem_does_not_have(
         prepare(buffer, 8, math_mode="pingpong")
     monkeypatch.setenv(KERNEL_VARIABLE, "pingpong")
     with pytest.raises(ScheduleError, match=f"{KERNEL_VARIABLE}=pingpong: .*'pingpong' is forced"):
-        prepare(buffer, 8)
+        prepare(one(problem=narrow), 8)
 
 
 def test_the_threshold(
@@ -320,14 +320,15 @@ def test_the_threshold(
     for value, expected, said in (
         ("0", "cooperative", 1),
         ("256", "pingpong", 0),  # the default's own: changes nothing
-        ("1000", "pingpong", 0),
+        ("1000", "pingpong", 1),  # from 256 to 999 tokens
         ("255", "cooperative", 1),
     ):
         monkeypatch.setenv(THRESHOLD_VARIABLE, value)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                assert prepare(buffer, 255)[1].math_mode == expected
+                assert prepare(one(), 255)[1].math_mode == expected
+        assert prepare(buffer, 255)[1].math_mode == "pingpong"  # it has looked
         assert caplog.text.count(f"{THRESHOLD_VARIABLE}={value} makes built-in schedules") == said
 
 
@@ -412,7 +413,7 @@ def test_a_process_group_loads_together_once(
         calls.append({"choice": choice, "group": group, "device": device})
         return load()
 
-    monkeypatch.setattr(op, "load_together", load_together)
+    monkeypatch.setattr(loading, "load_together", load_together)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for tokens in (0, 7, 64, 3):
         prepare(buffer, tokens)

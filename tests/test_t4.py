@@ -100,7 +100,7 @@ def command(*words: str) -> int:
         return sub
 
     add_parser(add)
-    args = parser.parse_args(["export", *words])
+    args = parser.parse_args(["t4", *words])
     return int(args.command(args))
 
 
@@ -191,7 +191,7 @@ def test_the_command_writes_files(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, metadata = tmp_path / "t4.json", tmp_path / "metadata.json"
-    words = ["--format", "t4", str(path), "--out", str(out), "--metadata", str(metadata)]
+    words = [str(path), "--out", str(out), "--metadata", str(metadata)]
     assert command(*words) == 0
     assert json.loads(out.read_text()) == results_of(read_table(path))
     assert_metadata(json.loads(metadata.read_text()))
@@ -212,7 +212,7 @@ def test_the_command_writes_files(
 def test_the_command_prints_a_part(
     path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], results: int
 ) -> None:
-    assert command(str(path), "--format", "t4", *words) == 0
+    assert command(str(path), *words) == 0
     data = json.loads(capsys.readouterr().out)
     assert_results(data)
     assert len(data["results"]) == results
@@ -220,7 +220,7 @@ def test_the_command_prints_a_part(
 
 def test_nothing_to_write_is_said(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "t4.json"
-    words = ["--format", "t4", "--out", str(out)]
+    words = ["--out", str(out)]
     with pytest.raises(ValueError, match="p.csv: no rows of --tokens 99; there are rows of 16, 64"):
         command(str(path), *words, "--tokens", "16,99")
     with pytest.raises(ValueError, match="no rows left of --stage confirm; there are rows of scr"):
@@ -232,7 +232,7 @@ def test_nothing_to_write_is_said(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none.csv: there is no such table"):
         command(str(tmp_path / "none.csv"), *words)
     with pytest.raises(SystemExit):
-        command(str(path), "--format", "csv")
+        command(str(path), "--format", "t4")
     assert not out.exists()
 
 
@@ -241,7 +241,7 @@ def test_a_number_that_json_cannot_say_is_left_out(tmp_path: Path) -> None:
     append_rows(path, [row(tflops=float("inf"), capacity=1)])
     [result] = results_of(read_table(path))["results"]
     assert "tflops" not in values(result)
-    assert command(str(path), "--format", "t4") == 0
+    assert command(str(path)) == 0
 
 
 def test_the_published_table_fits() -> None:

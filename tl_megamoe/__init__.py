@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     )
     from .compat import transform_weights_for_mega_moe_sm90 as transform_weights_for_mega_moe_sm90
     from .handshake import disable_multicast as disable_multicast
+    from .module import MegaMoE as MegaMoE
     from .op import fp8_mega_moe as fp8_mega_moe
     from .op import fp8_mega_moe_cooperative as fp8_mega_moe_cooperative
     from .op import fp8_mega_moe_pingpong as fp8_mega_moe_pingpong
     from .op import mega_moe as mega_moe
+    from .reference_buffer import ReferenceBuffer as ReferenceBuffer
     from .timeouts import MegaMoeTimeout as MegaMoeTimeout
     from .virtual import VirtualGroup as VirtualGroup
     from .weights import MoEWeights as MoEWeights
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "MegaMoE": "module",
     "MegaMoeTimeout": "timeouts",
+    "ReferenceBuffer": "reference_buffer",
     "SymmBuffer": "buffer",
     "VirtualGroup": "virtual",
     "load_experts": "checkpoint",
@@ -62,11 +66,13 @@ _LAZY = {
 
 __all__ = [
     "PRESETS",
+    "MegaMoE",
     "MegaMoeTimeout",
     "MoEWeights",
     "PlainWeights",
     "Problem",
     "Recipe",
+    "ReferenceBuffer",
     "Schedule",
     "ScheduleError",
     "SymmBuffer",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from .buffer import SymmBuffer
 from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe, as_recipe
 from .recipe import RecipeLike as RecipeLike
@@ -15,6 +14,15 @@ from .recipe import RecipeLike as RecipeLike
 ALIGNMENT = 16
 """Bytes that the kernel's vector accesses to caller's tensors are aligned to."""
 WeightPair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Inputs(Protocol):
+    """What checks ask of a buffer."""
+
+    problem: Problem
+    capacity: int
+    recipe: Recipe
+    device: torch.device
 
 
 def weight_shapes(problem: Problem) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -33,7 +41,7 @@ def check_tensor(
     tensor: Any,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    buffer: SymmBuffer,
+    buffer: Inputs,
 ) -> None:
     """Raise ValueError unless `tensor` is contiguous, aligned and as the rest says."""
     if not isinstance(tensor, torch.Tensor):
@@ -58,7 +66,7 @@ def check_tensor(
         )
 
 
-def check_y(y: Any, buffer: SymmBuffer) -> int:
+def check_y(y: Any, buffer: Inputs) -> int:
     """The number of tokens of an output that fits the buffer.
 
     Raises:
@@ -77,7 +85,7 @@ def check_y(y: Any, buffer: SymmBuffer) -> int:
     return num_tokens
 
 
-def check_weights(name: str, pair: Any, buffer: SymmBuffer) -> None:
+def check_weights(name: str, pair: Any, buffer: Inputs) -> None:
     """Raise ValueError unless `pair` is what `transform_weights` makes of this rank's experts."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
@@ -101,7 +109,7 @@ def check_clamp(clamp: Any) -> None:
         raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")
 
 
-def check_bound(buffer: SymmBuffer, num_tokens: int, token_bound: int | None) -> int:
+def check_bound(buffer: Inputs, num_tokens: int, token_bound: int | None) -> int:
     """The tokens that the schedule is chosen for: the same number on all ranks.
 
     Raises:
@@ -118,7 +126,7 @@ def check_bound(buffer: SymmBuffer, num_tokens: int, token_bound: int | None) ->
     return token_bound
 
 
-def check_recipe(recipe: RecipeLike, buffer: SymmBuffer) -> None:
+def check_recipe(recipe: RecipeLike, buffer: Inputs) -> None:
     """Raise ValueError for another recipe than the buffer's, which None and the tuples mean."""
     if not isinstance(recipe, Recipe):
         as_recipe(recipe)

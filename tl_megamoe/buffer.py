@@ -6,16 +6,22 @@ GPUs of their own, `VirtualGroup.buffers` (virtual.py) for ranks that share one 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
+from .exported import ExportedKernels
 from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card
+from .launch import Launcher
 from .layout import LINE, Layout, make_layout
 from .problem import SCALE_BLOCK, Problem
 from .recipe import RecipeLike, as_recipe
+from .registry import register
 from .scaling import E4M3, E4M3_NAN_CODE
 from .schedule import Schedule
 from .timeouts import REPORT_LENGTH
@@ -25,6 +31,7 @@ from .timeouts import check_reports as check_reports
 
 if TYPE_CHECKING:
     from .kernel import CompiledKernel
+    from .quantize import QuantizeKernel
 
 _DTYPES = {
     "float8_e4m3fn": E4M3,
@@ -33,6 +40,8 @@ _DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
+INPUTS = ("x", "x_sf", "topk_idx", "topk_weights")
+"""Sections that the caller fills."""
 
 
 class SymmBuffer:
@@ -54,8 +63,13 @@ class SymmBuffer:
         group: process group of a `real` buffer, else None.
         recipe: the numeric recipe that the pools are laid out for.
         num_sms: multiprocessors that this rank may use, None on a CPU.
-        schedules: schedules chosen for token counts, kept by op.py.
-        kernels: kernels loaded for this buffer, kept by op.py.
+        key: name of this buffer for the operators of library.py.
+        lock: held while a call brings its tokens in and launches.
+        schedules: what a launch may run, by forced math mode, kept by loading.py.
+        kernels: kernels loaded for this buffer, kept by loading.py.
+        quantizers: those that quantise activations, by shared experts, kept by calls.py.
+        exported: where kernels come from; they are compiled when None.
+        launcher: what repeated launches need, kept by calls.py.
 
     Args:
         problem: the layer; one rank (`num_ranks` of 1).
@@ -63,9 +77,11 @@ class SymmBuffer:
         device: CUDA device; the current one when None. A CPU buffer serves tests.
         timeout_s: bound of every wait of a launch, in seconds.
         recipe: `Recipe()` when None or one of DeepGEMM's tuples.
+        kernels: a folder that `tl-megamoe export` wrote: its kernels run, and none is compiled.
 
     Raises:
-        ValueError: more than one rank, a bad capacity, timeout or recipe.
+        ValueError: more than one rank, a bad capacity, timeout or recipe, or a folder that is no
+            export.
     """
 
     x: Tensor
@@ -91,6 +107,7 @@ class SymmBuffer:
         timeout_s: float = 60.0,
         *,
         recipe: RecipeLike = None,
+        kernels: Path | str | None = None,
     ) -> None:
         if problem.num_ranks != 1:
             raise ValueError(
@@ -101,8 +118,9 @@ class SymmBuffer:
             )
         check_timeout(timeout_s)
         layout = make_layout(problem, capacity, as_recipe(recipe))
+        exported = None if kernels is None else ExportedKernels.open(kernels)
         raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=pick_device(device))
-        self._set_up(layout, raw, [raw.data_ptr()], timeout_s=timeout_s)
+        self._set_up(layout, raw, [raw.data_ptr()], timeout_s=timeout_s, exported=exported)
 
     @classmethod
     def from_process_group(
@@ -114,6 +132,7 @@ class SymmBuffer:
         timeout_s: float = 60.0,
         *,
         recipe: RecipeLike = None,
+        kernels: Path | str | None = None,
     ) -> SymmBuffer:
         """The buffer of this process' rank, in torch symmetric memory; all ranks call it.
 
@@ -128,6 +147,7 @@ class SymmBuffer:
             device: this rank's GPU; the current one when None.
             timeout_s: bound of every wait of a launch, in seconds; may differ between ranks.
             recipe: `Recipe()` when None or one of DeepGEMM's tuples; the same on all ranks.
+            kernels: a folder that `tl-megamoe export` wrote, on every rank or on none.
 
         Raises:
             ValueError: an argument is wrong or differs between the ranks, or multicast is switched
@@ -145,7 +165,7 @@ class SymmBuffer:
         group = dist.group.WORLD if group is None else group
         size = dist.get_world_size(group)
         card = bare_card()
-        layout, where = None, torch.device("cpu")
+        layout, exported, where = None, None, torch.device("cpu")
         try:  # an error of one rank must reach all: the others wait for its card
             check_multicast_off()
             card = own_card(problem, capacity, as_recipe(recipe))
@@ -158,6 +178,7 @@ class SymmBuffer:
                 )
             check_timeout(timeout_s)
             layout = make_layout(problem, capacity, as_recipe(recipe))
+            exported = None if kernels is None else ExportedKernels.open(kernels)
             gpu = pick_device(device)
             if gpu.type != "cuda":
                 raise ValueError(
@@ -177,10 +198,17 @@ class SymmBuffer:
             # out of memory, does not come to.
             raw = in_step(lambda: _allocate(num_bytes, where, size), group, where)
             buffer = cls.__new__(cls)
-            in_step(lambda: buffer._meet(layout, raw, group, timeout_s), group, where)
+            in_step(lambda: buffer._meet(layout, raw, group, timeout_s, exported), group, where)
         return buffer
 
-    def _meet(self, layout: Layout, raw: Tensor, group: Any, timeout_s: float) -> None:
+    def _meet(
+        self,
+        layout: Layout,
+        raw: Tensor,
+        group: Any,
+        timeout_s: float,
+        exported: ExportedKernels | None,
+    ) -> None:
         """Exchange addresses with the other ranks and set up; the GPU is idle at the end."""
         import torch.distributed as dist
 
@@ -207,6 +235,7 @@ class SymmBuffer:
             timeout_s=timeout_s,
             group=group,
             keep=handle,
+            exported=exported,
         )
         torch.cuda.synchronize()  # nobody writes into a buffer that its rank still zeroes
 
@@ -222,6 +251,7 @@ class SymmBuffer:
         num_sms: int | None = None,
         group: Any = None,
         keep: Any = None,
+        exported: ExportedKernels | None = None,
     ) -> None:
         """Lay the views over a zeroed allocation.
 
@@ -233,6 +263,7 @@ class SymmBuffer:
             rank, rank_mode, group: see the attributes.
             num_sms: multiprocessors of this rank; all of the device when None.
             keep: kept alive with the buffer, since others' memory hangs on it.
+            exported: where kernels come from; they are compiled when None.
         """
         self.problem = layout.problem
         self.capacity = layout.capacity
@@ -240,6 +271,7 @@ class SymmBuffer:
         self.layout = layout
         self.timeout_s = timeout_s
         self.timeout_ms = max(1, round(timeout_s * 1000))
+        self.exported = exported
         self.rank = rank
         self.rank_mode = rank_mode
         self.group = group
@@ -248,6 +280,10 @@ class SymmBuffer:
         self.device = raw.device
         for section in layout.sections.values():
             part = raw[section.offset : section.offset + section.num_bytes]
+            if section.name in INPUTS:
+                # A storage of its own over the same memory: torch.compile refuses code that writes
+                # to views of one storage with different dtypes, which these would be.
+                part = from_dlpack(part)
             setattr(self, section.name, part.view(_DTYPES[section.dtype]).view(section.shape))
         blocks = layout.max_pool_blocks
         self.expert_recv_count_sum = self._counter(
@@ -266,8 +302,14 @@ class SymmBuffer:
         if num_sms is None and on_gpu:
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_sms = num_sms
-        self.schedules: dict[Hashable, Schedule] = {}
+        self.schedules: dict[str | None, list[tuple[int, Schedule]]] = {}
         self.kernels: dict[Hashable, CompiledKernel] = {}
+        self.quantizers: dict[int, QuantizeKernel] = {}
+        self.launcher = Launcher(
+            self.recv_stats, (self.x, self.x_sf, self.topk_idx, self.topk_weights)
+        )
+        self.lock = threading.Lock()
+        self.key = register(self)
 
     def _counter(self, name: str, length: int) -> Tensor:
         start = self.layout.workspace_offsets[name]
@@ -299,35 +341,65 @@ class SymmBuffer:
             ValueError: a shape, dtype or device that breaks these rules, or more tokens than the
                 capacity.
         """
-        p = self.problem
-        if x.dim() != 2:
-            raise ValueError(f"x of shape {tuple(x.shape)} must be (tokens, hidden={p.hidden})")
-        tokens = x.shape[0]
-        if tokens > self.capacity:
-            raise ValueError(
-                f"x has {tokens} tokens, more than capacity={self.capacity} of the buffer. Make "
-                "the buffer with a larger capacity or split the batch."
-            )
-        groups = p.hidden // SCALE_BLOCK
-        arguments = (
-            ("x", x, self.x, p.hidden, "hidden"),
-            ("x_sf", x_sf, self.x_sf, groups, "hidden/128"),
-            ("topk_idx", topk_idx, self.topk_idx, p.num_topk, "num_topk"),
-            ("topk_weights", topk_weights, self.topk_weights, p.num_topk, "num_topk"),
-        )
-        for name, value, target, columns, what in arguments:
-            if tuple(value.shape) != (tokens, columns):
-                raise ValueError(
-                    f"{name} of shape {tuple(value.shape)} must be (tokens, {what}) = "
-                    f"{(tokens, columns)}; tokens is the number of rows of x"
-                )
-            if value.dtype != target.dtype:
-                raise ValueError(f"{name} of dtype {value.dtype} must be {target.dtype}")
-            if value.device != self.device:
-                raise ValueError(f"{name} is on {value.device}, the buffer on {self.device}")
-        for _, value, target, _, _ in arguments:
-            target[:tokens].copy_(value)
-        return tokens
+        self.launcher.enter_stream()
+        return copy_inputs(self, x, x_sf, topk_idx, topk_weights)
+
+    def quantize(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_shared: int = 0
+    ) -> int:
+        """Quantise the tokens of a launch into the first rows: one kernel, on the current stream.
+
+        What it writes is `quantize.quantize_activations` and `quantize.add_shared_routes`, to the
+        bit. The first call compiles its kernel (`warmup` does before).
+
+        Args:
+            x: (tokens, hidden) bfloat16.
+            topk_idx: (tokens, topk - num_shared) int64 or int32, routed experts; -1 for a dropped
+                route.
+            topk_weights: (tokens, topk - num_shared) float32 or bfloat16.
+            num_shared: experts of each rank, its last ones, that every token of the rank is routed
+                to with weight 1; the buffer's problem counts them, and their routes.
+
+        Returns:
+            The number of tokens.
+
+        Raises:
+            ValueError: as `fill`, and for a number of shared experts that the problem cannot have.
+        """
+        from .calls import bring_in
+
+        return bring_in(self, x, None, topk_idx, topk_weights, num_shared)
+
+    def warmup(
+        self,
+        *,
+        activation_clamp: bool = False,
+        fast_math: bool = True,
+        num_shared: int | None = None,
+    ) -> list[tuple[int, Schedule]]:
+        """Load every kernel that a call on this buffer may choose, so that no call compiles one.
+
+        Where they are not in tilelang's disk cache they are compiled, about 10 s each. With a
+        process group all ranks call it, alike.
+
+        Args:
+            activation_clamp: whether the calls will clamp.
+            fast_math: as the calls will have it.
+            num_shared: load also the kernel of `quantize` with so many shared experts.
+
+        Returns:
+            (last token bound, schedule), ascending, the last one up to the capacity.
+
+        Raises:
+            ValueError: the buffer is on a CPU, or an exported folder lacks a kernel.
+            ScheduleError: the ranks choose differently.
+        """
+        from .calls import load_quantizer
+        from .loading import warm_up
+
+        if num_shared is not None and num_shared not in self.quantizers:
+            load_quantizer(self, num_shared)
+        return warm_up(self, activation_clamp=activation_clamp, fast_math=fast_math)
 
     def poison(self) -> None:
         """Fill the pools with NaN and impossible sources, so that a read of a stale row shows.
@@ -360,6 +432,8 @@ class SymmBuffer:
                 delattr(self, name)
         self._keep = None
         self.kernels.clear()
+        self.quantizers.clear()
+        del self.launcher
 
     def describe(self) -> str:
         """Where the bytes are: the layout's sections, the rank and the device."""
@@ -372,6 +446,42 @@ class SymmBuffer:
             f"SymmBuffer({self.problem.name!r}, {'' if self.rank_mode == 'one' else rank}"
             f"capacity={self.capacity}, {self.num_bytes:,} bytes on {self.device})"
         )
+
+
+def copy_inputs(
+    buffer: Any, x: Tensor, x_sf: Tensor, topk_idx: Tensor, topk_weights: Tensor
+) -> int:
+    """`SymmBuffer.fill`, of anything that has its inputs. Rows that are there are not copied."""
+    p = buffer.problem
+    if x.dim() != 2:
+        raise ValueError(f"x of shape {tuple(x.shape)} must be (tokens, hidden={p.hidden})")
+    tokens = x.shape[0]
+    if tokens > buffer.capacity:
+        raise ValueError(
+            f"x has {tokens} tokens, more than capacity={buffer.capacity} of the buffer. Make "
+            "the buffer with a larger capacity or split the batch."
+        )
+    groups = p.hidden // SCALE_BLOCK
+    arguments = (
+        ("x", x, buffer.x, p.hidden, "hidden"),
+        ("x_sf", x_sf, buffer.x_sf, groups, "hidden/128"),
+        ("topk_idx", topk_idx, buffer.topk_idx, p.num_topk, "num_topk"),
+        ("topk_weights", topk_weights, buffer.topk_weights, p.num_topk, "num_topk"),
+    )
+    for name, value, target, columns, what in arguments:
+        if tuple(value.shape) != (tokens, columns):
+            raise ValueError(
+                f"{name} of shape {tuple(value.shape)} must be (tokens, {what}) = "
+                f"{(tokens, columns)}; tokens is the number of rows of x"
+            )
+        if value.dtype != target.dtype:
+            raise ValueError(f"{name} of dtype {value.dtype} must be {target.dtype}")
+        if value.device != buffer.device:
+            raise ValueError(f"{name} is on {value.device}, the buffer on {buffer.device}")
+    for _, value, target, _, _ in arguments:
+        if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
+            target[:tokens].copy_(value)
+    return tokens
 
 
 def check_timeout(timeout_s: float) -> None:

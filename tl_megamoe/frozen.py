@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -215,6 +215,35 @@ def lookup(
     Raises:
         ValueError: unknown rank_mode, or a file of the device is corrupt.
     """
+    entries = _entries(problem, device_name, root, rank_mode)
+    if entries is None:
+        return None
+    return _pick(*entries, num_tokens, rank_mode or problem.rank_mode)
+
+
+def token_limits(
+    problem: Problem,
+    device_name: str,
+    *,
+    root: Path | None = None,
+    rank_mode: str | None = None,
+) -> list[int]:
+    """The token counts at which one frozen entry ends and the next begins, ascending.
+
+    Args:
+        problem, device_name, root, rank_mode: as for `lookup`.
+
+    Raises:
+        ValueError: as `lookup`.
+    """
+    entries = _entries(problem, device_name, root, rank_mode)
+    return [] if entries is None else [entry.max_tokens for entry in entries[1]]
+
+
+def _entries(
+    problem: Problem, device_name: str, root: Path | None, rank_mode: str | None
+) -> tuple[FrozenFile, list[FrozenEntry]] | None:
+    """The entries that serve a layer, and their file."""
     mode = rank_mode or problem.rank_mode
     if mode not in RANK_MODES:
         raise ValueError(f"rank_mode={mode!r} must be one of {', '.join(RANK_MODES)}")
@@ -223,7 +252,7 @@ def lookup(
         for file in files:
             entries = file.entries_for(problem, tried)
             if entries:
-                return _pick(file, entries, num_tokens, mode)
+                return file, entries
     return None
 
 
@@ -256,6 +285,7 @@ def resolve(
     recipe: Recipe | None = None,
     math_mode: str | None = None,
     cooperative_threshold: int = COOPERATIVE_THRESHOLD,
+    tokens_to_tune: Sequence[int] = (),
 ) -> Resolution:
     """The schedule for a launch. A fallback to the default is logged once a problem and device.
 
@@ -271,6 +301,7 @@ def resolve(
         math_mode: forced, `cooperative` or `pingpong`; free when None. A frozen schedule of the
             other mode is passed over for the default of this one.
         cooperative_threshold: tokens from which the default is cooperative.
+        tokens_to_tune: token counts in the command that would tune the layer; num_tokens if empty.
 
     Raises:
         ValueError: num_tokens outside 0..capacity, or a file of the device is corrupt.
@@ -297,9 +328,8 @@ def resolve(
         else f"the schedule {found.message} is not valid any more: {'; '.join(violations)}"
     )
     flags = problem.flags()
-    command = (
-        f"tl-megamoe search {flags} --tokens {max(num_tokens, 1)} && tl-megamoe freeze {flags}"
-    )
+    counts = ",".join(map(str, tokens_to_tune or [max(num_tokens, 1)]))
+    command = f"tl-megamoe search {flags} --tokens {counts} && tl-megamoe freeze {flags}"
     message = f"{why}; the built-in default runs. To tune it: {command}"
     if math_mode is not None:
         schedule = _forced_default(problem, num_tokens, recipe, math_mode)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from .frozen import MATH_MODES, Resolution, resolve
+from .frozen import MATH_MODES, Resolution, resolve, token_limits
 from .problem import Problem
 from .recipe import Recipe
-from .schedule import ScheduleError
+from .schedule import COOPERATIVE_THRESHOLD, Schedule, ScheduleError
 
 logger = logging.getLogger(__name__)
 
 KERNEL_VARIABLE = "TL_MEGAMOE_KERNEL"
 THRESHOLD_VARIABLE = "TL_MEGAMOE_COOPERATIVE_THRESHOLD"
+USUAL_TOKENS = (16, 64, 256, 512, 1024, 4096)
+"""Token counts that a warning proposes to tune, below the capacity."""
 _said: set[tuple[str, str]] = set()
 
 
@@ -33,6 +36,7 @@ def choose_schedule(
     math_mode: str | None = None,
     root: Path | None = None,
     quiet: bool = False,
+    tokens_to_tune: Sequence[int] = (),
 ) -> Resolution:
     """The schedule of a launch that names none: `frozen.resolve` under the environment.
 
@@ -40,7 +44,8 @@ def choose_schedule(
     default from pingpong to cooperative. Each is logged once when it acts.
 
     Args:
-        problem, device_name, capacity, rank_mode, recipe, root, quiet: as `frozen.resolve`.
+        problem, device_name, capacity, rank_mode, recipe, root, quiet, tokens_to_tune: as
+            `frozen.resolve`.
         token_bound: the most tokens of any rank.
         math_mode: forced by the caller, which the environment does not change.
 
@@ -66,6 +71,7 @@ def choose_schedule(
         recipe=recipe,
         math_mode=math_mode,
         root=root,
+        tokens_to_tune=tokens_to_tune,
     )
     try:
         found = lookup(quiet=quiet)
@@ -86,6 +92,55 @@ def choose_schedule(
                 f"makes built-in schedules cooperative from {tokens} tokens on, pingpong below",
             )
     return found
+
+
+def schedule_intervals(
+    problem: Problem,
+    device_name: str,
+    capacity: int,
+    *,
+    rank_mode: str,
+    recipe: Recipe,
+    math_mode: str | None = None,
+    root: Path | None = None,
+) -> list[tuple[int, Schedule]]:
+    """Every schedule that `choose_schedule` gives for some bound, as intervals of the bound.
+
+    Args:
+        problem, device_name, capacity, rank_mode, recipe, math_mode, root: as for
+            `choose_schedule`.
+
+    Returns:
+        (last token count, schedule), ascending; the last entry ends at the capacity.
+
+    Raises:
+        ValueError, ScheduleError: as `choose_schedule`.
+    """
+    threshold = os.environ.get(THRESHOLD_VARIABLE)
+    moved = [int(threshold) - 1] if threshold and threshold.isdecimal() else []
+    # The default turns cooperative at its threshold, and its blocks grow where experts get more
+    # than 64 rows.
+    short_blocks = 64 * problem.num_experts // (problem.num_topk * problem.num_ranks)
+    limits = token_limits(problem, device_name, root=root, rank_mode=rank_mode)
+    ends = {*limits, *moved, COOPERATIVE_THRESHOLD - 1, short_blocks, capacity}
+    usual = [tokens for tokens in USUAL_TOKENS if tokens < capacity]
+    out: list[tuple[int, Schedule]] = []
+    for end in sorted(end for end in ends if 0 <= end <= capacity):
+        chosen = choose_schedule(
+            problem,
+            device_name,
+            capacity,
+            end,
+            rank_mode=rank_mode,
+            recipe=recipe,
+            math_mode=math_mode,
+            root=root,
+            tokens_to_tune=(*usual, capacity),
+        ).schedule
+        if out and out[-1][1] == chosen:
+            out.pop()
+        out.append((end, chosen))
+    return out
 
 
 def _threshold(text: str) -> int:

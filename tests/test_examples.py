@@ -1,0 +1,345 @@
+"""The examples on a CPU: the swap into transformers' models, and the serving loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from tl_megamoe import MegaMoE
+from tl_megamoe.scaling import dequantize_blocks
+
+CPU = torch.device("cpu")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MOE_LAYERS = 2
+
+
+def load_example(name: str) -> ModuleType:
+    """An example as a module; its folder is no package."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+swap = load_example("transformers_deepseek")
+serving = load_example("serving")
+
+# ---- the model in transformers
+
+CASES = {
+    "deepseek": ("deepseek", 1, "outside"),
+    "deepseek-shared-inside": ("deepseek", 1, "inside"),
+    "deepseek-two-shared-inside": ("deepseek", 2, "inside"),
+    "qwen3": ("qwen3", 1, "outside"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder of the checkpoint of a family with so many shared experts; each written once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def get(family: str, num_shared: int = 1) -> Path:
+        key = (family, num_shared)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("checkpoint") / family
+            swap.write_checkpoint(swap.make_config(*key), made[key])
+        return made[key]
+
+    return get
+
+
+def test_checkpoint_is_in_the_published_form(checkpoint: Any) -> None:
+    folder = checkpoint("deepseek")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    held = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt") as opened:
+            held |= {name: (file, opened.get_tensor(name)) for name in opened.keys()}
+    assert {name: file for name, (file, _) in held.items()} == index
+    for word, shape in (("gate", (128, 256)), ("up", (128, 256)), ("down", (256, 128))):
+        weight = held[f"model.layers.2.mlp.experts.15.{word}_proj.weight"][1]
+        sf = held[f"model.layers.2.mlp.experts.15.{word}_proj.weight_scale_inv"][1]
+        assert (weight.dtype, tuple(weight.shape)) == (torch.float8_e4m3fn, shape)
+        assert (sf.dtype, tuple(sf.shape)) == (torch.float32, (shape[0] // 128, shape[1] // 128))
+        spread = dequantize_blocks(weight, sf).std()  # as the model was initialised
+        assert abs(spread - 1 / 16) < 0.002
+    assert held["model.layers.2.mlp.shared_experts.up_proj.weight"][1].dtype == torch.float8_e4m3fn
+    assert held["model.layers.2.mlp.gate.weight"][1].dtype == torch.bfloat16
+    assert held["model.layers.2.mlp.gate.e_score_correction_bias"][1].std() > 0.01
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["weight_block_size"]) == ("fp8", [128, 128])
+
+
+@pytest.mark.parametrize("family", ["deepseek", "qwen3"])
+def test_transformers_own_fp8_loader_reads_the_same(checkpoint: Any, family: str) -> None:
+    pytest.importorskip("accelerate", reason="transformers' FP8 loader needs accelerate")
+    import transformers
+
+    folder = checkpoint(family)
+    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings)
+    ours = swap.load_wide(folder, CPU).state_dict()
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(tensor, ours[name]), name
+    assert own.state_dict().keys() == ours.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_within_the_stated_bound(checkpoint: Any, case: str, seed: int) -> None:
+    family, num_shared, shared = CASES[case]
+    folder = checkpoint(family, num_shared)
+    ours, theirs = swap.load_both(folder, CPU, shared, backend="reference")
+    assert sum(isinstance(m, MegaMoE) for m in ours.modules()) == MOE_LAYERS
+    bound = swap.expected_error(MOE_LAYERS)
+    rows = swap.compare(ours, theirs, CPU, seed)
+    assert [row.num_tokens for row in rows] == [320, 8, 12, 32]
+    for row in rows:
+        assert 0 < row.rel_error < bound, row
+        assert row.worst_error < 2 * bound, row
+        assert row.same_routes >= 0.6, row
+    # A logit is off by `bound` of their spread at most, the first two of 512 normals are 0.28 of
+    # it apart: of two such errors 2 * bound tip the order, and those routed otherwise may.
+    assert rows[0].top1 >= rows[0].same_routes - 2 * bound
+
+
+def test_the_comparison_sees_a_wrong_weight(checkpoint: Any, seed: int) -> None:
+    ours, theirs = swap.load_both(checkpoint("deepseek"), CPU, backend="reference")
+    tokens = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(seed))
+    ours.get_submodule("model.layers.2.mlp.experts").l2_sf.mul_(1.25)
+    row = swap.Row.of("wrong", *(swap.run_prefill(model, tokens) for model in (ours, theirs)))
+    assert row.rel_error > 1.2 * swap.expected_error(MOE_LAYERS)
+
+
+@pytest.mark.parametrize("case", ["deepseek-shared-inside", "qwen3"])
+def test_generate_takes_the_most_likely_token_of_the_whole_text(checkpoint: Any, case: str) -> None:
+    family, num_shared, shared = CASES[case]
+    folder = checkpoint(family, num_shared)
+    ours, _ = swap.load_both(folder, CPU, shared, backend="reference")
+    new = swap.generate(ours, CPU, num_new=6)
+    assert tuple(new.shape) == (2, 6)
+    whole = torch.cat([torch.arange(16).view(2, 8), new], 1)
+    logits = swap.run_prefill(ours, whole).logits.view(2, 14, -1)[:, 7:13]
+    chosen = logits.gather(2, new.unsqueeze(2)).squeeze(2)
+    # With a cache and without, BF16 rounds otherwise; logits have a spread of 1.
+    assert (logits.amax(2) - chosen).max() < 0.15
+
+
+def test_the_experts_come_from_the_files(checkpoint: Any) -> None:
+    folder = checkpoint("qwen3")
+    ours, theirs = swap.load_both(folder, CPU, backend="reference")
+    wide = theirs.get_submodule("model.layers.1.mlp.experts")
+    layer = MegaMoE.from_experts(wide, 4, capacity=8, backend="reference")
+    for word in ("l1_sf", "l2_sf"):  # quantised again: the same, but for BF16's rounding
+        held = getattr(ours.get_submodule("model.layers.1.mlp.experts"), word)
+        torch.testing.assert_close(held, getattr(layer, word), rtol=2**-8, atol=0)
+    first, second = (ours.get_submodule(f"model.layers.{i}.mlp.experts") for i in (1, 2))
+    assert not torch.equal(first.l1.view(torch.uint8), second.l1.view(torch.uint8))
+    assert first.buffer is second.buffer
+
+
+def test_the_swap_is_as_short_as_it_looks() -> None:
+    assert len(inspect.getsource(swap.use_mega_moe).splitlines()) < 15
+
+
+def test_example_prints_its_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "checkpoint"
+    arguments = ["--family", "qwen3", "--backend", "reference", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["transformers_deepseek.py", *arguments])
+    swap.main()
+    printed = capsys.readouterr().out
+    assert "prefill 2 x 160" in printed
+    assert "2 steps of 16" in printed
+    assert "generate, greedily" in printed
+    assert (out / "model.safetensors.index.json").is_file()
+
+
+def test_qwen3_has_no_shared_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--family", "qwen3", "--shared", "inside"])
+    with pytest.raises(SystemExit):
+        swap.main()
+
+
+# ---- serving
+
+
+@pytest.fixture(scope="module")
+def layers() -> nn.ModuleList:
+    made: nn.ModuleList = serving.make_layers(serving.SMALL, 64, CPU, backend="reference")
+    return made
+
+
+def make_engine(layers: nn.ModuleList, capacity: int = 64) -> Any:
+    buckets = serving.make_buckets(capacity)
+    return serving.Engine(layers, serving.SMALL.hidden, buckets, CPU, graphs=False)
+
+
+def test_buckets() -> None:
+    assert serving.make_buckets(2048) == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    assert serving.make_buckets(300)[-2:] == (256, 300)
+    assert serving.make_buckets(1) == (1,)
+
+
+def test_layers_share_a_buffer_and_have_other_weights(layers: nn.ModuleList) -> None:
+    first, second = (layer.moe for layer in layers)
+    assert first.buffer is second.buffer
+    assert not torch.equal(first.l1.view(torch.uint8), second.l1.view(torch.uint8))
+    assert first.l1_sf.min() > 0
+
+
+def test_engine_equals_the_layers_whatever_the_rows_behind_hold(
+    layers: nn.ModuleList, seed: int
+) -> None:
+    engine = make_engine(layers)
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(count: int) -> Tensor:
+        return torch.randn((count, serving.SMALL.hidden), generator=generator).bfloat16()
+
+    engine.step(rows(64), 64)
+    engine.x[20:] = torch.nan  # what an earlier step may have left
+    for num_tokens, most in ((5, 5), (8, 8), (3, 20), (0, 1), (0, 16)):
+        x = rows(num_tokens)
+        y = engine.step(x, most)
+        bucket = engine.bucket_of(most)
+        expected = torch.zeros((bucket, serving.SMALL.hidden), dtype=torch.bfloat16)
+        expected[:num_tokens] = x
+        for layer in layers:
+            expected = layer(expected, torch.tensor(num_tokens), bucket)
+        assert torch.equal(y, expected[:num_tokens]), (num_tokens, most)
+        if num_tokens:  # the layers did something
+            assert (y.float() - x.float()).norm() > 0.1 * x.float().norm()
+
+
+def test_padded_rows_reach_no_expert(layers: nn.ModuleList) -> None:
+    buffer = layers[0].moe.buffer
+    x = torch.randn((8, serving.SMALL.hidden), generator=torch.Generator().manual_seed(1))
+    buffer.recv_stats.zero_()
+    layers[0](x.bfloat16(), torch.tensor(3), 8)
+    assert int(buffer.recv_stats.sum()) == 3 * serving.SMALL.num_topk
+
+
+def test_a_step_over_the_capacity_is_refused(layers: nn.ModuleList) -> None:
+    engine = make_engine(layers)
+    with pytest.raises(ValueError, match="a step of 65 tokens is over the capacity=64"):
+        engine.bucket_of(65)
+    words = serving.make_words(serving.SMALL.hidden, CPU)
+    with pytest.raises(ValueError, match="a request of 65 prompt tokens and 1 new"):
+        serving.Scheduler(engine, *words, [serving.Request([0] * 65, 1)])
+
+
+def test_drained_requests_say_what_follows_from_their_last_token(layers: nn.ModuleList) -> None:
+    engine = make_engine(layers)
+    embedding, head = serving.make_words(serving.SMALL.hidden, CPU)
+    requests = serving.make_requests(9, seed=3, longest=20, num_new=5)
+    wanted = [(list(r.prompt), r.num_new) for r in requests]
+    stats = serving.Scheduler(engine, embedding, head, requests).drain()
+    assert [(r.prompt, r.num_new) for r in requests] == wanted
+    assert [len(r.tokens) for r in requests] == [num_new for _, num_new in wanted]
+    assert sum(stats.tokens.values()) == sum(len(p) + new - 1 for p, new in wanted)
+    assert set(stats.steps) <= set(engine.buckets)
+    said = {t for r in requests for t in (r.prompt[-1], *r.tokens[:-1])}
+    following = {}
+    for token in said:  # alone in its batch
+        following[token] = (engine.step(embedding[[token]], 1) @ head)[0].float()
+    for request in requests:
+        before = request.prompt[-1]
+        for token in request.tokens:
+            scores = following[before]
+            # Products of other row counts round otherwise, which decides between equal scores.
+            assert scores[token] >= scores.amax() - 0.02 * scores.abs().amax()
+            before = token
+
+
+def test_more_requests_than_run_at_once(
+    layers: nn.ModuleList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MAX_RUNNING", 4)
+    engine = make_engine(layers)
+    requests = [serving.Request([i], 1 + i % 3) for i in range(11)]
+    scheduler = serving.Scheduler(engine, *serving.make_words(serving.SMALL.hidden, CPU), requests)
+    scheduler.drain()
+    assert [len(r.tokens) for r in requests] == [1 + i % 3 for i in range(11)]
+    assert sorted(scheduler.free) == [0, 1, 2, 3]
+
+
+class Recorder(nn.Module):
+    """In place of a layer: notes what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int, int]] = []
+
+    def forward(self, x: Tensor, num_tokens: Tensor, token_bound: int) -> Tensor:
+        self.calls.append((len(x), int(num_tokens), token_bound))
+        return x + 1
+
+
+def test_ranks_replay_one_bucket_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, own = 3, threading.local()
+    meeting = threading.Barrier(ranks)
+    counts = [0] * ranks
+
+    def agree(self: Any, num_tokens: int) -> int:
+        counts[own.rank] = num_tokens
+        meeting.wait(timeout=30)
+        most = max(counts)
+        meeting.wait(timeout=30)
+        return most
+
+    monkeypatch.setattr(serving.Engine, "agree", agree)
+    words = serving.make_words(128, CPU)
+    recorders = [Recorder() for _ in range(ranks)]
+    requests = [serving.make_requests(6, 1, 40, 4), [], serving.make_requests(2, 2, 10, 9)]
+
+    def work(rank: int) -> None:
+        own.rank = rank
+        model = nn.ModuleList([recorders[rank]])
+        engine = serving.Engine(model, 128, serving.make_buckets(64), CPU, graphs=False)
+        serving.Scheduler(engine, *words, requests[rank]).drain()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    calls = [recorder.calls for recorder in recorders]
+    bounds = [[bound for _, _, bound in own_calls] for own_calls in calls]
+    assert bounds[0] == bounds[1] == bounds[2]
+    assert len(bounds[0]) >= 9
+    assert all(rows == bound >= tokens for own_calls in calls for rows, tokens, bound in own_calls)
+    assert [tokens for _, tokens, _ in calls[1]] == [0] * len(bounds[0])
+    assert all(len(r.tokens) == r.num_new for own_requests in requests for r in own_requests)
+
+
+def test_serving_prints_its_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--backend", "reference", "--requests", "3", "--longest", "9", "--new", "3"]
+    monkeypatch.setattr(sys, "argv", ["serving.py", *arguments, "--capacity", "32"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(serving, "disable_multicast", lambda: None)
+    serving.main()
+    printed = capsys.readouterr().out
+    assert "host us a step" in printed
+    assert "tokens/s" in printed

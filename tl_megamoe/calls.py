@@ -1,0 +1,235 @@
+"""What one call of the layer does: bring the tokens into the buffer, find the kernel, launch it.
+
+The function form (`op.py`) and the operators (`library.py`) share these. A call like one before is
+launched after a few comparisons; everything else is checked in full first.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .arguments import ALIGNMENT, check_tensor, check_weights, check_y
+from .buffer import SymmBuffer
+from .handshake import in_step
+from .loading import NotLoadedError, Options, has_peers, prepare_launch
+from .quantize import QuantizeKernel, QuantizeSpec, compile_quantize
+from .reference_buffer import ReferenceBuffer
+from .weights import MoEWeights
+
+Buffer = SymmBuffer | ReferenceBuffer
+
+
+def run(
+    y: torch.Tensor,
+    l1_weights: Any,
+    l2_weights: Any,
+    sym_buffer: Buffer,
+    stats: torch.Tensor | None,
+    activation: str,
+    options: Options,
+    may_load: bool = True,
+) -> None:
+    """Run the layer on the tokens in the buffer.
+
+    Args:
+        y, l1_weights, l2_weights, sym_buffer, activation: as for `op.fp8_mega_moe`.
+        stats: its `cumulative_local_expert_recv_stats`.
+        options: its other arguments.
+        may_load: whether a kernel that is not loaded is loaded, or NotLoadedError raised.
+
+    Raises:
+        ValueError, ScheduleError: as `op.fp8_mega_moe`.
+        NotLoadedError: the kernel is not loaded, and may not be.
+    """
+    launcher = sym_buffer.launcher
+    try:  # what was launched before and is as it was needs no second look
+        step = launcher.steps[y.shape, activation, options]
+        weights = launcher.weights[id(l1_weights[0])]
+        address = y.data_ptr()
+        known = (
+            weights.holds(l1_weights, l2_weights)
+            and y.dtype is torch.bfloat16
+            and y.is_contiguous()
+            and not address % ALIGNMENT
+            and y.get_device() == launcher.device_index
+            and (stats is None or launcher.knows_stats(stats))
+        )
+    except (AttributeError, IndexError, KeyError, TypeError):
+        known = False  # new, or wrong: which of the two is found out below
+    if not known:
+        if isinstance(sym_buffer, ReferenceBuffer):
+            _run_reference(y, l1_weights, l2_weights, sym_buffer, stats, activation, options)
+            return
+        step = _bind(y, l1_weights, l2_weights, sym_buffer, stats, activation, options, may_load)
+        weights = launcher.weights[id(l1_weights[0])]
+        address = y.data_ptr()
+    launcher.enter_stream()
+    step.function(
+        *step.before,
+        *weights.values,
+        launcher.recv_stats if stats is None else stats,
+        address,
+        *step.between,
+        y.shape[0],
+        *step.after,
+    )
+
+
+def _check_call(
+    y: Any, l1_weights: Any, l2_weights: Any, sym_buffer: Buffer, stats: Any, activation: str
+) -> int:
+    """The number of tokens, of arguments that ranks need not have alike."""
+    num_tokens = check_y(y, sym_buffer)
+    check_weights("l1_weights", l1_weights, sym_buffer)
+    check_weights("l2_weights", l2_weights, sym_buffer)
+    if stats is not None:
+        check_tensor(
+            "cumulative_local_expert_recv_stats",
+            stats,
+            (sym_buffer.problem.num_local_experts,),
+            torch.int32,
+            sym_buffer,
+        )
+    if activation != "swiglu":
+        raise ValueError(f"activation={activation!r} must be 'swiglu'")
+    return num_tokens
+
+
+def _bind(
+    y: torch.Tensor,
+    l1_weights: Any,
+    l2_weights: Any,
+    sym_buffer: SymmBuffer,
+    stats: torch.Tensor | None,
+    activation: str,
+    options: Options,
+    may_load: bool,
+) -> Any:
+    """The step of a call that was checked in full; kept for the next call like it."""
+    kernel, chosen, _ = prepare_launch(
+        sym_buffer,
+        lambda: _check_call(y, l1_weights, l2_weights, sym_buffer, stats, activation),
+        options,
+        may_load=may_load,
+    )
+    launcher = sym_buffer.launcher
+    weights = MoEWeights(l1=l1_weights, l2=l2_weights)
+    step = launcher.bind(kernel, sym_buffer, weights, y, chosen, options[1])
+    bound = launcher.weights.get(id(l1_weights[0]))
+    if bound is None or not bound.holds(l1_weights, l2_weights):
+        launcher.bind_weights(l1_weights, l2_weights)
+    if stats is not None:
+        launcher.bind_stats(stats)
+    if not isinstance(options[0], list):  # a list of DeepGEMM's cannot be looked up
+        launcher.steps[y.shape, activation, options] = step
+    return step
+
+
+def _run_reference(
+    y: Any,
+    l1_weights: Any,
+    l2_weights: Any,
+    buffer: ReferenceBuffer,
+    stats: Any,
+    activation: str,
+    options: Options,
+) -> None:
+    num_tokens = _check_call(y, l1_weights, l2_weights, buffer, stats, activation)
+    buffer.check_options(num_tokens, options)
+    buffer.compute(y, MoEWeights(l1=l1_weights, l2=l2_weights), num_tokens, stats, options[1])
+
+
+def bring_in(
+    sym_buffer: Buffer,
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_shared: int = 0,
+    may_load: bool = True,
+) -> int:
+    """Write a launch's tokens into the buffer, on the current stream; returns how many.
+
+    Args:
+        sym_buffer: holds at least as many.
+        x, x_sf: e4m3 rows and their scales; or bfloat16 rows and None, which are quantised.
+        topk_idx, topk_weights: as `SymmBuffer.fill`; with bfloat16 rows as `SymmBuffer.quantize`.
+        num_shared: shared experts, whose routes are added; with bfloat16 rows only.
+        may_load: whether the quantising kernel may be loaded, or NotLoadedError raised.
+
+    Raises:
+        ValueError: as `SymmBuffer.fill` and `SymmBuffer.quantize`.
+        NotLoadedError: the kernel is not loaded, and may not be.
+    """
+    if x_sf is not None:
+        if num_shared:
+            raise ValueError(
+                f"num_shared={num_shared} with x_sf: routes to shared experts are added while "
+                "bfloat16 activations are quantised. Pass x in bfloat16 and x_sf=None."
+            )
+        return sym_buffer.fill(x, x_sf, topk_idx, topk_weights)
+    if isinstance(sym_buffer, ReferenceBuffer):
+        return sym_buffer.quantize(x, topk_idx, topk_weights, num_shared)
+    kernel = sym_buffer.quantizers.get(num_shared)
+    if kernel is None:
+        if not may_load:
+            raise NotLoadedError(
+                f"the kernel that quantises activations with num_shared={num_shared} is not "
+                "loaded, and a call from model code never compiles. Call "
+                f"sym_buffer.warmup(num_shared={num_shared}) on every rank before the first "
+                "forward."
+            )
+        kernel = load_quantizer(sym_buffer, num_shared)
+    sym_buffer.launcher.enter_stream()
+    kernel.launch(sym_buffer, x, topk_idx, topk_weights)
+    return x.shape[0]
+
+
+def load_quantizer(sym_buffer: SymmBuffer, num_shared: int) -> QuantizeKernel:
+    """Load the kernel that quantises activations into a buffer; kept with the buffer.
+
+    All ranks of a process group call it: it returns, or raises, when all of them are done.
+    """
+    spec = QuantizeSpec.of(sym_buffer, num_shared)
+    if sym_buffer.device.type != "cuda":
+        raise ValueError(
+            f"sym_buffer is on {sym_buffer.device}: the kernel that quantises needs an SM90 GPU. "
+            "Use a ReferenceBuffer elsewhere."
+        )
+    exported = sym_buffer.exported
+    load = partial(compile_quantize if exported is None else exported.quantize, spec)
+    kernel = (
+        load() if not has_peers(sym_buffer) else in_step(load, sym_buffer.group, sym_buffer.device)
+    )
+    sym_buffer.quantizers[num_shared] = kernel
+    return kernel
+
+
+def forward(
+    x: torch.Tensor,
+    x_sf: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: MoEWeights,
+    sym_buffer: Buffer,
+    num_shared: int,
+    options: Options,
+) -> torch.Tensor:
+    """One call from model code: bring in, allocate the output, run. Never compiles.
+
+    Raises:
+        RuntimeError: the result would have to be differentiated.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        raise RuntimeError(
+            "the MoE layer has no backward pass: call the model under torch.inference_mode() or "
+            "torch.no_grad(), or detach x and topk_weights"
+        )
+    with sym_buffer.lock:
+        bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights, num_shared, may_load=False)
+        y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+        run(y, weights.l1, weights.l2, sym_buffer, None, "swiglu", options, may_load=False)
+    return y

@@ -1,0 +1,195 @@
+"""Launches that cost the host little: everything but the output and the tokens stays in place.
+
+`CompiledKernel.launch` converts fourteen tensors and passes tilelang's Python wrapper in every
+call, 13.9 us of host time; the kernel's own TVM-FFI function, called with tensors that were
+converted once, takes 6.3 us, most of it six TMA descriptors and CUDA's launch (H200, 2026-11-29).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .kernel import CompiledKernel
+from .schedule import Schedule
+from .weights import MoEWeights
+
+if TYPE_CHECKING:
+    from .buffer import SymmBuffer
+
+FUNCTION = "mega_moe"
+"""The name of the program, and so of its function in a module."""
+WEIGHTS, STATS, Y, NUM_TOKENS = slice(9, 13), 13, 14, 18
+"""Places in the program's parameters (`program.build_program`)."""
+
+
+def raw_function(kernel: Any) -> Callable[..., Any]:
+    """The TVM-FFI function behind a tilelang kernel; what is one already, as it is."""
+    adapter = getattr(kernel, "adapter", None)
+    if adapter is None:
+        function: Callable[..., Any] = kernel
+        return function
+    executable = adapter.get_exportable_executable()
+    name = str(adapter.prim_func.attrs["global_symbol"])
+    found: Callable[..., Any] = executable[name]
+    return found
+
+
+def kept(tensor: torch.Tensor) -> Any:
+    """A tensor as TVM-FFI passes it on without looking at it again.
+
+    It holds an alias, not the tensor: that may die, and the launch that is bound to it with it.
+    """
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A kernel bound to a buffer and a schedule: all arguments but weights, output and tokens.
+
+    Attributes:
+        function: takes the program's parameters, in this order: `before`, the weights, the counts
+            (a torch tensor, by whose device TVM-FFI finds torch's current stream), the output's
+            address, `between`, the number of tokens, `after`.
+    """
+
+    function: Callable[..., Any]
+    before: tuple[Any, ...]
+    between: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
+class BoundWeights:
+    """The four weight tensors of a layer, converted once; good while they are what they were."""
+
+    __slots__ = ("_addresses", "_tensors", "values")
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], forget: Callable[[Any], None]) -> None:
+        self._tensors = tuple(weakref.ref(t, forget) for t in tensors)
+        self._addresses = tuple(t.data_ptr() for t in tensors)
+        self.values = tuple(kept(t) for t in tensors)
+
+    def holds(self, l1: Any, l2: Any) -> bool:
+        """Whether these are the tensors, at the same addresses (`t.data = ...` moves one)."""
+        a, b, c, d = self._tensors
+        w1, w1_sf, w2, w2_sf = self._addresses
+        return (
+            l1[0].data_ptr() == w1
+            and l1[1].data_ptr() == w1_sf
+            and l2[0].data_ptr() == w2
+            and l2[1].data_ptr() == w2_sf
+            and a() is l1[0]
+            and b() is l1[1]
+            and c() is l2[0]
+            and d() is l2[1]
+        )
+
+
+class Launcher:
+    """What a buffer keeps of its launches, so that the next one like it is checked no more.
+
+    Attributes:
+        recv_stats: the buffer's own.
+        inputs: x, x_sf, topk_idx and topk_weights of the buffer, as the kernel that quantises
+            takes them: the first as a torch tensor, by whose device TVM-FFI finds the stream.
+        device_index: of the buffer's GPU, -1 on a CPU.
+        steps: by the output's shape, the activation and the call's options.
+        weights: by the id of the layer's first weight tensor; an entry goes when a tensor dies.
+    """
+
+    def __init__(self, recv_stats: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.recv_stats = recv_stats
+        self.inputs = (inputs[0], *map(kept, inputs[1:]))
+        self.device_index = recv_stats.get_device()
+        self.steps: dict[Hashable, Step] = {}
+        self.weights: dict[int, BoundWeights] = {}
+        self._stats: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._by_launch: dict[Hashable, Step] = {}
+        self._stream: int | None = None
+
+    def enter_stream(self) -> None:
+        """Let what comes on the current stream wait for the launches before it on another one.
+
+        A buffer serves one launch at a time. While a CUDA graph is captured nothing is ordered:
+        when it will be replayed is not known here.
+        """
+        if self.device_index < 0:
+            return
+        stream: int = torch._C._cuda_getCurrentRawStream(self.device_index)
+        if stream == self._stream or torch.cuda.is_current_stream_capturing():
+            return
+        if self._stream is not None:
+            before = (
+                torch.cuda.ExternalStream(self._stream, self.device_index)
+                if self._stream
+                else torch.cuda.default_stream(self.device_index)  # 0 asks for a new stream
+            )
+            torch.cuda.current_stream(self.device_index).wait_stream(before)
+        self._stream = stream
+
+    def bind(
+        self,
+        kernel: CompiledKernel,
+        buffer: SymmBuffer,
+        weights: MoEWeights,
+        y: torch.Tensor,
+        schedule: Schedule,
+        activation_clamp: float | None,
+    ) -> Step:
+        """The step of a kernel, made at its first call. The arguments have been checked.
+
+        Args:
+            kernel: of this buffer's problem, capacity and recipe.
+            weights, y: any that fit; a step does not keep them.
+            schedule: gives the runtime fields.
+            activation_clamp: the bound, iff the kernel clamps.
+        """
+        key = (kernel.spec.key(), schedule, activation_clamp, buffer.timeout_ms)
+        step = self._by_launch.get(key)
+        if step is None:
+            values: list[Any] = []
+            recorder = CompiledKernel(kernel.spec, lambda *arguments: values.extend(arguments))
+            recorder.launch(buffer, weights, y, 0, schedule, activation_clamp=activation_clamp)
+            before = tuple(kept(t) for t in values[: WEIGHTS.start])
+            between, after = values[Y + 1 : NUM_TOKENS], values[NUM_TOKENS + 1 :]
+            step = Step(raw_function(kernel.kernel), before, tuple(between), tuple(after))
+            self._by_launch[key] = step
+        return step
+
+    def bind_weights(self, l1: Any, l2: Any) -> BoundWeights:
+        """The converted weights of a layer, made at its first call. They have been checked."""
+        key = id(l1[0])
+        bound = BoundWeights((*l1, *l2), self._forgetting(lambda alive: alive.weights, key))
+        self.weights[key] = bound
+        return bound
+
+    def bind_stats(self, stats: torch.Tensor) -> None:
+        """Remember a tensor of cumulative counts that has been checked."""
+        key = id(stats)
+        forget = self._forgetting(lambda alive: alive._stats, key)
+        self._stats[key] = weakref.ref(stats, forget), stats.data_ptr()
+
+    def _forgetting(
+        self, store: Callable[[Launcher], dict[int, Any]], key: int
+    ) -> Callable[[Any], None]:
+        """What removes an entry when a tensor of it dies; it keeps the launcher's memory no longer
+        than the launcher lives."""
+        launcher = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            alive = launcher()
+            if alive is not None:
+                store(alive).pop(key, None)
+
+        return forget
+
+    def knows_stats(self, stats: torch.Tensor) -> bool:
+        """Whether this tensor of cumulative counts has been checked, and is where it was."""
+        found = self._stats.get(id(stats))
+        return found is not None and found[0]() is stats and found[1] == stats.data_ptr()

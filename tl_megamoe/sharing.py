@@ -1,0 +1,296 @@
+"""Which buffer a module runs on: one that it is given, or one that modules of its shape share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .buffer import SymmBuffer, pick_device
+from .handshake import bare_card, gather
+from .problem import Problem
+from .recipe import Recipe
+from .reference_buffer import ReferenceBuffer
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "kernel", "reference")
+DEFAULT_CAPACITY = 8192
+AnyBuffer = SymmBuffer | ReferenceBuffer
+
+
+class _Key(NamedTuple):
+    """All that decides whether two modules may share a buffer."""
+
+    backend: str
+    device: torch.device
+    sizes: tuple[int, ...]
+    capacity: int
+    recipe: Recipe
+    group: int | None
+    kernels: str | None
+
+
+_buffers: weakref.WeakValueDictionary[_Key, AnyBuffer] = weakref.WeakValueDictionary()
+"""Buffers that modules made and still hold."""
+_lock = threading.RLock()
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a module says about its buffer; None where it says nothing.
+
+    Attributes:
+        group: process group.
+        capacity: the most tokens of a call.
+        recipe: numeric recipe.
+        backend: one of `BACKENDS`.
+        device: of weights and buffer.
+        timeout_s: bound of every wait.
+        kernels: folder of exported kernels.
+    """
+
+    group: Any
+    capacity: int | None
+    recipe: Recipe | None
+    backend: str
+    device: torch.device | str | None
+    timeout_s: float
+    kernels: str | Path | None
+
+
+def rank_in(group: Any) -> tuple[int, int]:
+    """Size of a process group, and this process' rank in it; (1, 0) of None.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this process is not in the group.
+    """
+    if group is None:
+        return 1, 0
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "a process group needs torch.distributed: call torch.distributed.init_process_group "
+            "first, in a process that torchrun started"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(
+            "this process is not in the process group: make the module on the ranks of its group"
+        )
+    return dist.get_world_size(group), rank
+
+
+def find_buffer(problem: Problem, wishes: Wishes) -> AnyBuffer:
+    """The buffer of a new module: one that such modules hold already, else a new one.
+
+    Args:
+        problem: the layer with its shared experts.
+        wishes: of the module.
+
+    Raises:
+        ValueError: there is no such backend, device or capacity, the reference is to run several
+            ranks or exported kernels, or the shared buffer has another timeout; with several ranks
+            the error of one is raised on all of them.
+    """
+    with _lock:
+        if problem.num_ranks == 1:
+            key, found = _look_up(problem, wishes)
+        else:
+            key, found = _look_up_together(problem, wishes)
+        if found is None:
+            found = _make(problem, key, wishes)
+            _buffers[key] = found
+    return found
+
+
+def _look_up(problem: Problem, wishes: Wishes) -> tuple[_Key, AnyBuffer | None]:
+    """What a module's buffer is kept under, and the buffer if a module holds one."""
+    backend, device = _pick(problem, wishes)
+    folder = None if wishes.kernels is None else str(Path(wishes.kernels).resolve())
+    key = _Key(
+        backend,
+        device,
+        tuple(problem.key().values()),
+        DEFAULT_CAPACITY if wishes.capacity is None else wishes.capacity,
+        wishes.recipe or Recipe(),
+        # The buffer holds its group, so no other group has its id while the entry is there.
+        None if wishes.group is None else id(wishes.group),
+        folder,
+    )
+    found = _buffers.get(key)
+    if isinstance(found, SymmBuffer):
+        if "raw" not in vars(found):
+            return key, None  # destroyed
+        if found.timeout_s != wishes.timeout_s:
+            raise ValueError(
+                f"timeout_s={wishes.timeout_s} differs from timeout_s={found.timeout_s} of the "
+                "buffer that modules of this shape share. Pass the same, or buffer=, one of its "
+                "own."
+            )
+    return key, found
+
+
+def _look_up_together(problem: Problem, wishes: Wishes) -> tuple[_Key, AnyBuffer | None]:
+    """`_look_up` on all ranks: to make a buffer takes all of them, so all find one or none does.
+
+    When the last module of a buffer dies is up to each process' garbage collector.
+    """
+    key, found, failure = None, None, None
+    try:
+        key, found = _look_up(problem, wishes)
+    except Exception as error:  # the others wait for this rank's card
+        failure = error
+    card = {**bare_card(failure), "found": found is not None}
+    cards = gather(card, wishes.group, None if key is None else key.device)
+    failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(cards) if c["error"]]
+    if failed:
+        raise ValueError(f"no rank has a buffer. {'; '.join(failed)}")
+    assert key is not None
+    return key, found if all(c["found"] for c in cards) else None
+
+
+def _make(problem: Problem, key: _Key, wishes: Wishes) -> AnyBuffer:
+    if key.backend == "reference":
+        return ReferenceBuffer(problem, key.capacity, key.device, recipe=key.recipe)
+    options: dict[str, Any] = {
+        "device": key.device,
+        "timeout_s": wishes.timeout_s,
+        "recipe": key.recipe,
+        "kernels": wishes.kernels,
+    }
+    if wishes.group is None:
+        return SymmBuffer(problem, key.capacity, **options)
+    return SymmBuffer.from_process_group(problem, key.capacity, wishes.group, **options)
+
+
+def _pick(problem: Problem, wishes: Wishes) -> tuple[str, torch.device]:
+    """`kernel` or `reference`, and where."""
+    _check_backend(wishes.backend)
+    if wishes.device is None:
+        here = torch.cuda.is_available() and _is_sm90(pick_device(None))
+        device = pick_device(None if here else "cpu")
+    else:
+        device = pick_device(wishes.device)
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device={str(device)!r} must be a CUDA device or the CPU")
+    fits = device.type == "cuda" and _is_sm90(device)
+    if wishes.backend == "kernel" and not fits:
+        raise ValueError(
+            f"backend='kernel' on {_describe(device)}: the kernel needs an SM90 GPU (H100, H200). "
+            "backend='reference' computes the same layer in float32, slowly."
+        )
+    if wishes.backend == "kernel" or (wishes.backend == "auto" and fits):
+        return "kernel", device
+    if problem.num_ranks > 1:
+        raise ValueError(
+            f"the reference computes one rank, and the process group has {problem.num_ranks}: "
+            f"backend={wishes.backend!r} on {_describe(device)}. Run on SM90 GPUs, or pass "
+            "group=None, one rank with all experts."
+        )
+    if wishes.backend == "auto":
+        _say_once(
+            f"MegaMoE runs the float32 reference on {_describe(device)}, orders of magnitude "
+            "slower than the kernel, which needs an SM90 GPU"
+        )
+    elif wishes.kernels is not None:
+        raise ValueError(
+            f"kernels={str(wishes.kernels)!r} with backend='reference', which runs none: leave one "
+            "of the two away"
+        )
+    return "reference", device
+
+
+def check_buffer(buffer: Any, problem: Problem, wishes: Wishes) -> None:
+    """Raise ValueError unless a given buffer is what a module asks for.
+
+    Args:
+        buffer: given by the caller.
+        problem: the layer with its shared experts, over as many ranks as the buffer's.
+        wishes: of the module; what it leaves open is the buffer's.
+    """
+    if buffer.problem.key() != problem.key():
+        raise ValueError(
+            f"buffer is of {_sizes(buffer.problem)}, and the module needs {_sizes(problem)}; "
+            "shared experts count as experts of every rank and as routes. Make the buffer with "
+            "MegaMoE(...).problem, or pass none."
+        )
+    _check_backend(wishes.backend)
+    backend = backend_of(buffer)
+    if wishes.backend not in ("auto", backend):
+        raise ValueError(
+            f"backend={wishes.backend!r} with a {type(buffer).__name__}, which is of backend "
+            f"{backend!r}: leave one of the two away"
+        )
+    device = buffer.device if wishes.device is None else pick_device(wishes.device)
+    group = getattr(buffer, "group", None)
+    for word, wish, held in (
+        ("capacity", wishes.capacity, buffer.capacity),
+        ("recipe", wishes.recipe, buffer.recipe),
+        ("device", device, buffer.device),
+    ):
+        if wish is not None and wish != held:
+            raise ValueError(
+                f"{word}={wish} differs from the buffer's, {held}: leave {word} away or pass "
+                "another buffer"
+            )
+    if wishes.group is not None and wishes.group is not group:
+        raise ValueError(
+            "group is not that of the buffer: leave group away or make the buffer with "
+            "SymmBuffer.from_process_group(problem, capacity, group)"
+        )
+    if wishes.kernels is not None:
+        raise ValueError(
+            f"kernels={str(wishes.kernels)!r} together with a buffer, which has its kernels: pass "
+            "kernels to the buffer"
+        )
+
+
+def backend_of(buffer: Any) -> str:
+    """`kernel` or `reference`.
+
+    Raises:
+        ValueError: it is no buffer.
+    """
+    if isinstance(buffer, SymmBuffer):
+        return "kernel"
+    if isinstance(buffer, ReferenceBuffer):
+        return "reference"
+    raise ValueError(
+        f"buffer must be a SymmBuffer or a ReferenceBuffer, found {type(buffer).__name__}"
+    )
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
+
+
+def _is_sm90(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def _sizes(problem: Problem) -> str:
+    return ", ".join(f"{word}={size}" for word, size in problem.key().items())
+
+
+def _say_once(message: str) -> None:
+    with _lock:
+        if message in _said:
+            return
+        _said.add(message)
+    logger.warning(message)
