@@ -31,6 +31,7 @@ from typing import IO, Any, Literal
 
 from tl_megamoe.frozen import device_key
 from tl_megamoe.kernel import KernelSpec
+from tl_megamoe.native import cache_root
 from tl_megamoe.problem import Problem
 
 from .args import check_file
@@ -39,7 +40,6 @@ from .farm import (
     REPORTS,
     Farm,
     build_kernel,
-    cache_root,
     classify,
     describe_spec,
     kernel_digest,

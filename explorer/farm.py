@@ -29,6 +29,7 @@ from typing import Any
 
 import tl_megamoe
 from tl_megamoe.kernel import KernelReport, KernelSpec
+from tl_megamoe.native import cache_root
 
 from .child import Child, ChildDied, ChildError, ChildTimeout
 from .duplicates import launch_key as launch_key
@@ -185,11 +186,6 @@ def package_version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-
-def cache_root() -> Path:
-    """Folder of tilelang's kernel cache: TILELANG_CACHE_DIR, or ~/.tilelang/cache."""
-    return Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
 
 
 class ReportCache:

@@ -14,7 +14,9 @@ import re
 import sys
 from pathlib import Path
 
-from .farm import REPORTS, ReportCache, cache_root, package_version
+from tl_megamoe.native import cache_root
+
+from .farm import REPORTS, ReportCache, package_version
 
 DEVICE_TEXT = "device_kernel.cu"
 """File of a cache entry that holds what `KernelReport.source_hash` is the hash of."""
@@ -42,7 +44,7 @@ class KernelStore:
     """The entries of tilelang's disk cache by the hash of their device text.
 
     Args:
-        root: folder of the cache; `farm.cache_root()` when None.
+        root: folder of the cache; `native.cache_root()` when None.
     """
 
     def __init__(self, root: Path | None = None):

@@ -79,7 +79,8 @@ def test_a_folder_holds_each_kernel_once(compiler: FakeCompiler, tmp_path: Path)
     assert compiler.made == [base, pingpong, quantize_spec()]
     names = [kernel.file for kernel in made.kernels]
     assert [name.rpartition("-")[0] for name in names] == ["fused", "fused", "quantize"]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, MANIFEST])
+    helper = made.native.file
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, helper, MANIFEST])
     assert said == [(n + 1, 3, name) for n, name in enumerate(names)]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["kernels"]
@@ -90,7 +91,7 @@ def test_a_folder_holds_each_kernel_once(compiler: FakeCompiler, tmp_path: Path)
     first = found["kernels"][0]
     assert first["size"] == (folder / names[0]).stat().st_size
     assert first["spec"] == spec_values(base)
-    assert made.num_bytes == sum(kernel["size"] for kernel in found["kernels"])
+    assert made.num_bytes == sum(path.stat().st_size for path in folder.glob("*.so"))
 
     kernels = ExportedKernels.open(folder)
     assert kernels.manifest == made
@@ -104,6 +105,14 @@ def test_a_folder_holds_each_kernel_once(compiler: FakeCompiler, tmp_path: Path)
     quantizer = kernels.quantize(quantize_spec())
     assert quantizer.spec == quantize_spec()
     assert quantizer.function(*range(5)) == 5000
+
+
+def test_a_damaged_helper_is_refused(compiler: FakeCompiler, tmp_path: Path) -> None:
+    made = export_kernels(tmp_path / "k", [spec()])
+    kernels = ExportedKernels.open(tmp_path / "k")
+    (tmp_path / "k" / made.native.file).write_bytes(b"cut")
+    with pytest.raises(ValueError, match=f"{made.native.file}: the kernel is damaged: its sha"):
+        kernels.fused(spec())
 
 
 def test_a_loaded_kernel_launches_like_a_compiled_one(
@@ -206,7 +215,9 @@ def test_other_things_are_not_replaced(compiler: FakeCompiler, tmp_path: Path) -
         export_kernels(out, [spec()])
     (out / "libmine.so").unlink()
     (out / MANIFEST).write_text("{}")
-    with pytest.raises(ValueError, match=r"k holds fused-\w+.so, manifest.json and is not"):
+    with pytest.raises(
+        ValueError, match=r"k holds fused-\w+.so, manifest.json, native-\w+.so and is not"
+    ):
         export_kernels(out, [spec()])
     assert (folder / "thesis.txt").read_text() == "years of work"
     assert len(compiler.made) == 1

@@ -14,6 +14,7 @@ import torch
 from .arguments import ALIGNMENT, check_tensor, check_weights, check_y
 from .buffer import SymmBuffer
 from .handshake import in_step
+from .launch import Call
 from .loading import NotLoadedError, Options, has_peers, prepare_launch
 from .quantize import QuantizeKernel, QuantizeSpec, compile_quantize
 from .reference_buffer import ReferenceBuffer
@@ -46,8 +47,8 @@ def run(
     """
     launcher = sym_buffer.launcher
     try:  # what was launched before and is as it was needs no second look
-        step = launcher.steps[y.shape, activation, options]
         weights = launcher.weights[id(l1_weights[0])]
+        call = weights.calls[launcher.steps[y.shape, activation, options]]
         address = y.data_ptr()
         known = (
             weights.holds(l1_weights, l2_weights)
@@ -63,19 +64,10 @@ def run(
         if isinstance(sym_buffer, ReferenceBuffer):
             _run_reference(y, l1_weights, l2_weights, sym_buffer, stats, activation, options)
             return
-        step = _bind(y, l1_weights, l2_weights, sym_buffer, stats, activation, options, may_load)
-        weights = launcher.weights[id(l1_weights[0])]
+        call = _bind(y, l1_weights, l2_weights, sym_buffer, stats, activation, options, may_load)
         address = y.data_ptr()
     launcher.enter_stream()
-    step.function(
-        *step.before,
-        *weights.values,
-        launcher.recv_stats if stats is None else stats,
-        address,
-        *step.between,
-        y.shape[0],
-        *step.after,
-    )
+    call(launcher.recv_stats if stats is None else stats, address, y.shape[0])
 
 
 def _check_call(
@@ -107,8 +99,8 @@ def _bind(
     activation: str,
     options: Options,
     may_load: bool,
-) -> Any:
-    """The step of a call that was checked in full; kept for the next call like it."""
+) -> Call:
+    """The launches of a call that was checked in full; kept for the next call like it."""
     kernel, chosen, _ = prepare_launch(
         sym_buffer,
         lambda: _check_call(y, l1_weights, l2_weights, sym_buffer, stats, activation),
@@ -118,14 +110,14 @@ def _bind(
     launcher = sym_buffer.launcher
     weights = MoEWeights(l1=l1_weights, l2=l2_weights)
     step = launcher.bind(kernel, sym_buffer, weights, y, chosen, options[1])
-    bound = launcher.weights.get(id(l1_weights[0]))
-    if bound is None or not bound.holds(l1_weights, l2_weights):
-        launcher.bind_weights(l1_weights, l2_weights)
+    bound = launcher.bind_weights(l1_weights, l2_weights)
+    if step not in bound.calls:
+        bound.calls[step] = step.bind(bound.values)
     if stats is not None:
         launcher.bind_stats(stats)
     if not isinstance(options[0], list):  # a list of DeepGEMM's cannot be looked up
         launcher.steps[y.shape, activation, options] = step
-    return step
+    return bound.calls[step]
 
 
 def _run_reference(

@@ -1,9 +1,10 @@
 """Compiled kernels in a folder, for processes that never compile: `tl-megamoe export` writes it.
 
-A folder holds a TVM-FFI module a kernel (`<phase>-<digest>.so`) and `manifest.json`, which says
-what each of them is. To load them takes tvm_ffi and the runtime library that tilelang ships;
-tilelang itself, its compiler and nvcc are not touched. The folder serves the versions,
-the platform and the kernel code that it was made with; others refuse it (manifest.py).
+A folder holds a TVM-FFI module a kernel (`<phase>-<digest>.so`), one with what every launch
+needs besides (native.py), and `manifest.json`, which says what each of them is. To load them takes
+tvm_ffi and the runtime library that tilelang ships; tilelang itself, its compiler and nvcc are not
+touched. The folder serves the versions, the platform and the kernel code that it was made with;
+others refuse it (manifest.py).
 
 The modules hold native code that runs in the process: open only folders that you trust.
 """
@@ -22,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import native
 from .kernel import CompiledKernel, KernelSpec
 from .manifest import (
     COMMAND,
@@ -29,6 +31,7 @@ from .manifest import (
     MANIFEST,
     KernelFile,
     Manifest,
+    ModuleFile,
     command_of,
     file_name,
     is_export,
@@ -74,7 +77,8 @@ def export_kernels(
 
     Raises:
         ValueError: `out` is something else than the above.
-        RuntimeError: nvcc failed; the message holds its output.
+        RuntimeError: nvcc failed, or the C++ compiler, of which there may be none; the message
+            holds its output.
         OSError: the folder cannot be written.
     """
     out = check_out(out)
@@ -90,7 +94,9 @@ def export_kernels(
             if on_kernel is not None:
                 on_kernel(number, len(todo), name)
             written.append(_write_kernel(folder / name, spec))
-        manifest = Manifest.of(written, notes or {})
+        helper = folder / f"native-{native.source_digest()}.so"
+        native.build_native(helper)
+        manifest = Manifest.of(written, ModuleFile.of(helper), notes or {})
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         folder.chmod(0o755)
         _install(folder, out)
@@ -164,7 +170,15 @@ def _install(folder: Path, out: Path) -> None:
 
 
 class ExportedKernel(CompiledKernel):
-    """A kernel of an export: it launches like any other, and has no text."""
+    """A kernel of an export: it launches like any other, and has no text.
+
+    Attributes:
+        binder: of the native module beside it (`native.BIND`).
+    """
+
+    def __init__(self, spec: KernelSpec, kernel: Any, binder: Callable[..., Any]) -> None:
+        super().__init__(spec, kernel)
+        self.binder = binder
 
     def source(self) -> str:
         """Raise RuntimeError: an export holds no CUDA text."""
@@ -206,7 +220,8 @@ class ExportedKernels:
                 what the nearest one differs, and names the command that exports it.
             RuntimeError: the file cannot be loaded into this process.
         """
-        return ExportedKernel(spec, self._function(spec))
+        function, beside = self._function(spec)
+        return ExportedKernel(spec, function, beside.get_function(native.BIND))
 
     def quantize(self, spec: QuantizeSpec) -> QuantizeKernel:
         """The quantize kernel of a spec, loaded.
@@ -216,14 +231,17 @@ class ExportedKernels:
         """
         from .quantize import QuantizeKernel
 
-        return QuantizeKernel(spec, self._function(spec))
+        return QuantizeKernel(spec, self._function(spec)[0])
 
-    def _function(self, spec: KernelSpec | QuantizeSpec) -> Callable[..., Any]:
+    def _function(self, spec: KernelSpec | QuantizeSpec) -> tuple[Callable[..., Any], Any]:
+        """A kernel's function, and the native module beside it."""
         values = spec_values(spec)
         found = self._files.get(file_name(kind_of(spec), values))
         if found is None:
             raise ValueError(self._missing(spec, values))
-        return _load(self.folder / found.file, found.function, found.sha256)
+        helper = self.manifest.native
+        beside = _load_module(self.folder / helper.file, helper.sha256)
+        return _load(self.folder / found.file, found.function, found.sha256, beside), beside
 
     def _missing(self, spec: KernelSpec | QuantizeSpec, values: dict[str, Any]) -> str:
         """What to say of a kernel that is not there."""
@@ -298,8 +316,21 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @lru_cache(maxsize=512)
-def _load(path: Path, function: str, sha256: str) -> Callable[..., Any]:
-    """A function of a module, loaded once a process; it keeps the module alive."""
+def _load(path: Path, function: str, sha256: str, beside: Any = None) -> Callable[..., Any]:
+    """A function of a kernel's module, loaded once a process; it keeps the module alive."""
+    module = _load_module(path, sha256)
+    try:
+        if beside is not None:
+            module.import_module(beside)
+        loaded: Callable[..., Any] = module.get_function(function)
+    except (AttributeError, RuntimeError) as error:
+        raise RuntimeError(f"{path}: {_unloadable(path, error)}") from error
+    return loaded
+
+
+@lru_cache(maxsize=512)
+def _load_module(path: Path, sha256: str) -> Any:
+    """A module whose file is what the manifest says."""
     again = f"Export again: {COMMAND} --out {path.parent}"
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -314,11 +345,14 @@ def _load(path: Path, function: str, sha256: str) -> Callable[..., Any]:
     import tvm_ffi
 
     try:
-        module: Any = tvm_ffi.load_module(str(path))
-        loaded: Callable[..., Any] = module.get_function(function)
-    except (AttributeError, OSError, RuntimeError) as error:
-        raise RuntimeError(f"{path}: the kernel cannot be loaded: {error}. {again}") from error
-    return loaded
+        return tvm_ffi.load_module(str(path))
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(f"{path}: {_unloadable(path, error)}") from error
+
+
+def _unloadable(path: Path, error: Exception) -> str:
+    again = f"Export again: {COMMAND} --out {path.parent}"
+    return f"the kernel cannot be loaded: {error}. {again}"
 
 
 @lru_cache(maxsize=1)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .kernel import CompiledKernel
+from .native import BIND, native_module
 from .schedule import Schedule
 from .weights import MoEWeights
 
@@ -27,6 +29,7 @@ WEIGHTS, STATS, Y, NUM_TOKENS = slice(9, 13), 13, 14, 18
 """Places in the program's parameters (`program.build_program`)."""
 
 
+@lru_cache(maxsize=512)
 def raw_function(kernel: Any) -> Callable[..., Any]:
     """The TVM-FFI function behind a tilelang kernel; what is one already, as it is."""
     adapter = getattr(kernel, "adapter", None)
@@ -34,9 +37,22 @@ def raw_function(kernel: Any) -> Callable[..., Any]:
         function: Callable[..., Any] = kernel
         return function
     executable = adapter.get_exportable_executable()
-    name = str(adapter.prim_func.attrs["global_symbol"])
-    found: Callable[..., Any] = executable[name]
+    module = executable.jit() if hasattr(executable, "jit") else executable
+    beside = native_module()
+    if beside is not None:
+        module.import_module(beside)  # where the module looks first
+    found: Callable[..., Any] = module.get_function(
+        str(adapter.prim_func.attrs["global_symbol"]), query_imports=True
+    )
     return found
+
+
+def binder_of(kernel: CompiledKernel) -> Callable[..., Any] | None:
+    """`native.BIND` for a kernel; None where there is no native module or no such function."""
+    if not hasattr(kernel.kernel, "adapter"):
+        return getattr(kernel, "binder", None)
+    beside = native_module()
+    return None if beside is None else beside.get_function(BIND)
 
 
 def kept(tensor: torch.Tensor) -> Any:
@@ -49,31 +65,71 @@ def kept(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(tensor.detach())
 
 
-@dataclass(frozen=True, slots=True)
+Call = Callable[["torch.Tensor", int, int], Any]
+"""Launches on torch's current stream: counts (a torch tensor, by whose device TVM-FFI finds the
+stream), the output's address, the number of tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A kernel bound to a buffer and a schedule: all arguments but weights, output and tokens.
+    """A kernel on a buffer with a schedule: all arguments but weights and those of a `Call`.
 
     Attributes:
-        function: takes the program's parameters, in this order: `before`, the weights, the counts
-            (a torch tensor, by whose device TVM-FFI finds torch's current stream), the output's
-            address, `between`, the number of tokens, `after`.
+        function: takes the program's parameters.
+        binder: `native.BIND`, if it can be had.
+        before: the parameters before the weights.
+        between: those between the output's address and the number of tokens.
+        after: those behind the number of tokens.
     """
 
     function: Callable[..., Any]
+    binder: Callable[..., Any] | None
     before: tuple[Any, ...]
     between: tuple[Any, ...]
     after: tuple[Any, ...]
 
+    def bind(self, weights: tuple[Any, ...]) -> Call:
+        """The launches of a layer's weights."""
+        if self.binder is not None:
+            call: Call = self.binder(
+                self.function,
+                *(STATS, Y, NUM_TOKENS),
+                *self.before,
+                *weights,
+                *(None, 0),
+                *self.between,
+                0,
+                *self.after,
+            )
+            return call
+        head, between, after, function = (
+            self.before + weights,
+            self.between,
+            self.after,
+            self.function,
+        )
+
+        def launch(stats: torch.Tensor, y: int, tokens: int) -> None:
+            function(*head, stats, y, *between, tokens, *after)
+
+        return launch
+
 
 class BoundWeights:
-    """The four weight tensors of a layer, converted once; good while they are what they were."""
+    """The four weight tensors of a layer, converted once; good while they are what they were.
 
-    __slots__ = ("_addresses", "_tensors", "values")
+    Attributes:
+        values: the converted tensors.
+        calls: launches of these weights, by step.
+    """
+
+    __slots__ = ("_addresses", "_tensors", "calls", "values")
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], forget: Callable[[Any], None]) -> None:
         self._tensors = tuple(weakref.ref(t, forget) for t in tensors)
         self._addresses = tuple(t.data_ptr() for t in tensors)
         self.values = tuple(kept(t) for t in tensors)
+        self.calls: dict[Step, Call] = {}
 
     def holds(self, l1: Any, l2: Any) -> bool:
         """Whether these are the tensors, at the same addresses (`t.data = ...` moves one)."""
@@ -158,13 +214,17 @@ class Launcher:
             recorder.launch(buffer, weights, y, 0, schedule, activation_clamp=activation_clamp)
             before = tuple(kept(t) for t in values[: WEIGHTS.start])
             between, after = values[Y + 1 : NUM_TOKENS], values[NUM_TOKENS + 1 :]
-            step = Step(raw_function(kernel.kernel), before, tuple(between), tuple(after))
+            function, binder = raw_function(kernel.kernel), binder_of(kernel)
+            step = Step(function, binder, before, tuple(between), tuple(after))
             self._by_launch[key] = step
         return step
 
     def bind_weights(self, l1: Any, l2: Any) -> BoundWeights:
         """The converted weights of a layer, made at its first call. They have been checked."""
         key = id(l1[0])
+        found = self.weights.get(key)
+        if found is not None and found.holds(l1, l2):
+            return found
         bound = BoundWeights((*l1, *l2), self._forgetting(lambda alive: alive.weights, key))
         self.weights[key] = bound
         return bound

@@ -31,13 +31,34 @@ MANIFEST = "manifest.json"
 QUANTIZE = "quantize"
 """Kind of the quantize kernels; that of the others is their phase."""
 COMMAND = "tl-megamoe export"
-FILE_NAME = re.compile(r"(fused|dispatch|linear1|linear2|combine|quantize)-[0-9a-f]{12}\.so")
+FILE_NAME = re.compile(r"(fused|dispatch|linear1|linear2|combine|quantize|native)-[0-9a-f]{12}\.so")
 """The only names that are ever loaded or replaced."""
 CODE = (
     *("device/*.py", "phases/*.py", "kernel.py", "layout.py", "problem.py", "program.py"),
     *("quantize.py", "recipe.py", "scaling.py", "schedule.py"),
 )
 """Files of the package on which kernels and the code that launches them must agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFile:
+    """A module that the kernels' modules need.
+
+    Attributes:
+        file: its name in the folder.
+        sha256: of the file.
+        size: of the file, in bytes.
+    """
+
+    file: str
+    sha256: str
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> ModuleFile:
+        """What a file holds."""
+        data = path.read_bytes()
+        return cls(path.name, hashlib.sha256(data).hexdigest(), len(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +88,7 @@ class Manifest:
 
     Attributes:
         kernels: the kernels.
+        native: the module with the parts of a launch that are not a kernel's own (native.py).
         notes: what the maker wrote down: the layer, the capacity, which tokens run what.
         package, tilelang, tvm_ffi: versions that it was made with.
         platform: as `linux-x86_64`.
@@ -74,6 +96,7 @@ class Manifest:
     """
 
     kernels: tuple[KernelFile, ...]
+    native: ModuleFile
     notes: dict[str, Any]
     package: str
     tilelang: str
@@ -84,20 +107,22 @@ class Manifest:
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, kernels: Iterable[KernelFile], notes: Mapping[str, Any]) -> Manifest:
-        """The manifest of kernels that this process has made."""
+    def of(
+        cls, kernels: Iterable[KernelFile], native: ModuleFile, notes: Mapping[str, Any]
+    ) -> Manifest:
+        """The manifest of modules that this process has made."""
         values: dict[str, Any] = made_with()
-        return cls(tuple(kernels), dict(notes), **values)
+        return cls(tuple(kernels), native, dict(notes), **values)
 
     @property
     def num_bytes(self) -> int:
         """Size of all modules."""
-        return sum(kernel.size for kernel in self.kernels)
+        return self.native.size + sum(kernel.size for kernel in self.kernels)
 
     def to_json(self) -> str:
         """The text of manifest.json."""
         values = asdict(self)
-        order = ("format", "schema", *made_with(), "notes", "kernels")
+        order = ("format", "schema", *made_with(), "notes", "native", "kernels")
         return json.dumps({name: values[name] for name in order}, indent=1) + "\n"
 
 
@@ -181,8 +206,9 @@ def read_manifest(folder: Path) -> Manifest:
             )
     try:
         kernels = tuple(KernelFile(**kernel) for kernel in values.pop("kernels"))
-        manifest = Manifest(kernels, **values)
-        wrong = [k.file for k in kernels if not FILE_NAME.fullmatch(k.file)]
+        manifest = Manifest(kernels, ModuleFile(**values.pop("native")), **values)
+        files = [manifest.native.file, *(k.file for k in kernels)]
+        wrong = [file for file in files if not FILE_NAME.fullmatch(file)]
         if not all(isinstance(v, dict) for v in (manifest.notes, *(k.spec for k in kernels))):
             raise TypeError("notes and specs must be objects")
     except (KeyError, TypeError) as error:
