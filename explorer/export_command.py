@@ -10,7 +10,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,8 @@ from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.layout import make_layout
 from tl_megamoe.manifest import COMMAND
 from tl_megamoe.problem import Problem
-from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import Schedule
 from tl_megamoe.selection import schedule_intervals
+from tl_megamoe.shared_experts import with_shared
 
 from . import doctor
 from .args import (
@@ -39,7 +37,7 @@ from .check import NUM_SMS
 from .farm import quiet_tilelang
 
 if TYPE_CHECKING:
-    from tl_megamoe.quantize import QuantizeSpec
+    pass
 
 
 def add_parser(add: Callable[..., Any]) -> None:
@@ -71,7 +69,7 @@ def add_parser(add: Callable[..., Any]) -> None:
 
 def run_export(args: argparse.Namespace) -> int:
     """The verb; 0 when the folder is written."""
-    from tl_megamoe.module import with_shared  # torch, which other commands do without
+    from tl_megamoe.quantize import QuantizeSpec  # torch, which other commands do without
 
     out = check_out(args.out)
     device = _device_of(args)
@@ -80,7 +78,9 @@ def run_export(args: argparse.Namespace) -> int:
     make_layout(problem, args.capacity, recipe)  # refuses a capacity that no buffer has
     share = problem.num_ranks if mode == "virtual" else 1
     most = (args.num_sms or _num_sms(device)) // share
-    intervals = choices(problem, device, args.capacity, mode, recipe, most)
+    intervals = schedule_intervals(
+        problem, device, args.capacity, rank_mode=mode, recipe=recipe, num_sms=most
+    )
     specs = [
         KernelSpec(
             problem=problem,
@@ -92,7 +92,7 @@ def run_export(args: argparse.Namespace) -> int:
         )
         for _, schedule in intervals
     ]
-    quantize = quantize_spec(problem, args.capacity, recipe, args.num_shared)
+    quantize = QuantizeSpec.of(problem, args.capacity, recipe, args.num_shared)
     notes = {
         "command": command_of(args, routed, device, mode),
         "device": device,
@@ -110,29 +110,6 @@ def run_export(args: argparse.Namespace) -> int:
     size = manifest.num_bytes / 2**20
     print(f"{out}: {len(manifest.kernels)} kernels, {size:.1f} MiB")
     return 0
-
-
-def choices(
-    problem: Problem, device: str, capacity: int, mode: str, recipe: Recipe, num_sms: int
-) -> list[tuple[int, Schedule]]:
-    """(last token count, schedule): what a buffer runs that has so many multiprocessors."""
-    found = schedule_intervals(problem, device, capacity, rank_mode=mode, recipe=recipe)
-    return [(end, replace(s, num_sms=min(s.num_sms, num_sms))) for end, s in found]
-
-
-def quantize_spec(problem: Problem, capacity: int, recipe: Recipe, num_shared: int) -> QuantizeSpec:
-    """The quantize kernel of a buffer, whose problem counts the shared experts."""
-    from tl_megamoe.quantize import QuantizeSpec
-
-    return QuantizeSpec(
-        hidden=problem.hidden,
-        num_topk=problem.num_topk,
-        num_shared=num_shared,
-        num_local_experts=problem.num_local_experts,
-        num_experts=problem.num_experts,
-        capacity=capacity,
-        scale=recipe.scale,
-    )
 
 
 def command_of(args: argparse.Namespace, problem: Problem, device: str, mode: str) -> str:

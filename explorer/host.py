@@ -18,6 +18,8 @@ from .bench import render
 CALLS = 100
 """Calls between two synchronisations: CUDA queues about 1000 launches before it blocks."""
 ROUNDS = 30
+YARDSTICK = "y.zero_(), torch's own launch"
+"""Hosts differ by a factor of two from one virtual machine to the next: compare ratios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ def host_times(problem: Problem, num_tokens: int, capacity: int) -> list[HostTim
     l1, l2 = layer.weights.l1, layer.weights.l2
     operator = torch.ops.tl_megamoe.mega_moe.default
     forms: list[tuple[str, Callable[[], object]]] = [
+        (YARDSTICK, y.zero_),
         ("fp8_mega_moe(y, l1, l2, buffer)", lambda: fp8_mega_moe(y, l1, l2, buffer)),
         ("the same with counts", lambda: fp8_mega_moe(y, l1, l2, buffer, stats)),
         ("buffer.quantize(x, idx, weights)", lambda: buffer.quantize(x, *routes)),

@@ -19,12 +19,12 @@ import pytest
 from tl_megamoe.frozen import resolve
 from tl_megamoe.kernel import KernelSpec, compile_kernel
 from tl_megamoe.layout import num_ring_rows
-from tl_megamoe.module import with_shared
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.quantize import QuantizeSpec, compile_quantize
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
 from tl_megamoe.selection import schedule_intervals
+from tl_megamoe.shared_experts import with_shared
 
 NUM_SMS = 132
 PRESET_CAPACITY = 8192
@@ -355,15 +355,7 @@ def model_specs() -> Iterable[KernelSpec]:
 def quantize_specs() -> list[QuantizeSpec]:
     """Kernels that quantise activations, of the same layers."""
     return [
-        QuantizeSpec(
-            hidden=problem.hidden,
-            num_topk=problem.num_topk + num_shared,
-            num_shared=num_shared,
-            num_local_experts=problem.num_local_experts + num_shared,
-            num_experts=problem.num_experts + num_shared,
-            capacity=capacity,
-            scale="exact",
-        )
+        QuantizeSpec.of(with_shared(problem, num_shared), capacity, Recipe(), num_shared)
         for problem, capacity, num_shared in MODEL_CASES
     ]
 

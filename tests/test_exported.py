@@ -22,11 +22,11 @@ from tl_megamoe.explorer.farm import KERNEL_SOURCES, describe_spec
 from tl_megamoe.exported import ExportedKernels, export_kernels
 from tl_megamoe.kernel import CompiledKernel, KernelSpec
 from tl_megamoe.manifest import CODE, MANIFEST, SCHEMA, spec_values
-from tl_megamoe.module import with_shared
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.quantize import QuantizeSpec
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.selection import choose_schedule
+from tl_megamoe.shared_experts import with_shared
 from tl_megamoe.weights import MoEWeights
 
 DEVICE = "nvidia-h200"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpu_cases import SMALL
 
-from tl_megamoe import PRESETS, Recipe, SymmBuffer, fp8_mega_moe, loading
+from tl_megamoe import PRESETS, Recipe, SymmBuffer, fp8_mega_moe, launch, loading, mega_moe
 from tl_megamoe.kernel import CompiledKernel, KernelSpec, _program
 from tl_megamoe.launch import NUM_TOKENS, STATS, WEIGHTS, Y
 from tl_megamoe.schedule import default_schedule
@@ -85,7 +85,7 @@ def test_a_repeated_call_passes_what_the_first_did(buffer: SymmBuffer) -> None:
         assert values[:Y] == first[:Y]
         assert values[Y] == y.data_ptr()
         assert values[Y + 1 :] == first[Y + 1 :]
-    assert len(buffer.launcher.steps) == len(buffer.launcher.weights) == 1
+    assert len(buffer.launcher.known) == len(buffer.launcher.weights) == 1
 
 
 def test_what_a_call_chooses_reaches_the_kernel(buffer: SymmBuffer) -> None:
@@ -178,7 +178,7 @@ def test_a_layer_s_weights_are_let_go(buffer: SymmBuffer) -> None:
         gc.collect()
         assert storage() is None
         assert not buffer.launcher.weights
-    assert len(buffer.launcher.steps) == 1  # what does not depend on weights stays
+    assert len(buffer.launcher.known) == 1  # what does not depend on weights stays
 
 
 def test_layers_share_a_buffer(buffer: SymmBuffer) -> None:
@@ -187,7 +187,7 @@ def test_layers_share_a_buffer(buffer: SymmBuffer) -> None:
         for weights in layers:
             fp8_mega_moe(output(), weights.l1, weights.l2, buffer)
     assert len(buffer.launcher.weights) == 3
-    assert len(buffer.launcher.steps) == 1
+    assert len(buffer.launcher.known) == 1
     addresses = [torch.from_dlpack(v[WEIGHTS.start]).data_ptr() for v in launches(buffer)]
     assert addresses == [w.l1[0].data_ptr() for w in layers] * 2
 
@@ -235,16 +235,18 @@ def test_warmup_loads_what_a_call_may_choose(
     monkeypatch.setattr(loading, "compile_kernel", lambda spec: made.append(spec) or Recorder(spec))
     fresh = SymmBuffer(SMALL, CAPACITY, device="cpu")
     with pytest.raises(ValueError, match="sym_buffer is on cpu: the kernel needs an SM90 GPU"):
+        fresh.warmup(num_shared=None)
+    with pytest.raises(ValueError, match="the kernel that quantises needs an SM90 GPU"):
         fresh.warmup()
     fresh.device, fresh.device_name, fresh.num_sms = torch.device("cuda", 0), "unknown", 132
-    intervals = fresh.warmup(activation_clamp=True)
+    intervals = fresh.warmup(activation_clamp=True, num_shared=None)
     assert [(end, s.math_mode, s.block_m) for end, s in intervals] == [
         (255, "pingpong", 64),
         (256, "cooperative", 64),
         (512, "cooperative", 128),
     ]
     assert [(spec.schedule, spec.clamp) for spec in made] == [(s, True) for _, s in intervals]
-    fresh.warmup(activation_clamp=True)
+    fresh.warmup(activation_clamp=True, num_shared=None)
     assert len(made) == 3
     with pytest.raises(ValueError, match="num_shared=2 must be below num_topk=2"):
         fresh.warmup(num_shared=2)
@@ -262,3 +264,35 @@ def test_a_layer_that_is_not_tuned_is_named_once(caplog: pytest.LogCaptureFixtur
         f"To tune it: tl-megamoe search {sizes} --tokens 16,64,256,512,1000 && "
         f"tl-megamoe freeze {sizes}"
     )
+
+
+def test_what_a_buffer_remembers_is_bounded(
+    buffer: SymmBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "MAX_KNOWN", 20)
+    weights = make_weights()
+    for bound in range(8, 108):
+        fp8_mega_moe(output(), weights.l1, weights.l2, buffer, token_bound=bound)
+        assert len(buffer.launcher.known) <= 20
+    assert len(launches(buffer)) == 100
+    assert len(buffer.launcher.weights[id(weights.l1[0])].launches) == 1
+
+
+def test_a_destroyed_buffer_says_so() -> None:
+    made = SymmBuffer(SMALL, CAPACITY, device="cpu")
+    weights = make_weights()
+    x = torch.zeros(4, SMALL.hidden, dtype=torch.bfloat16)
+    routes = (torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2))
+    assert not made.destroyed
+    made.destroy()
+    assert made.destroyed
+    for call in (
+        lambda: fp8_mega_moe(output(), weights.l1, weights.l2, made),
+        lambda: mega_moe(x, None, *routes, weights, made),
+        lambda: made.warmup(),
+        lambda: loading.prepare(made, 4),
+    ):
+        with pytest.raises(ValueError, match="destroyed: make a new one"):
+            call()
+    with pytest.raises(ValueError, match="sym_buffer must be a SymmBuffer, found NoneType"):
+        fp8_mega_moe(output(), weights.l1, weights.l2, None)  # type: ignore[arg-type]

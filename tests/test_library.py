@@ -14,7 +14,7 @@ from gpu_cases import SMALL
 from torch.library import opcheck
 
 from tl_megamoe import ReferenceBuffer, SymmBuffer, fp8_mega_moe, mega_moe, reference
-from tl_megamoe.loading import NotLoadedError
+from tl_megamoe.loading import NotLoadedError, prepare
 from tl_megamoe.quantize import quantize_activations
 from tl_megamoe.registry import buffer_of
 from tl_megamoe.schedule import default_schedule
@@ -268,3 +268,47 @@ def test_a_name_lives_as_long_as_its_buffer() -> None:
 def test_the_reference_is_of_one_rank() -> None:
     with pytest.raises(ValueError, match="num_ranks=2 of problem 'small': the reference computes"):
         ReferenceBuffer(replace(SMALL, num_ranks=2), CAPACITY)
+
+
+@pytest.mark.parametrize("name", ["x", "x_sf", "topk_weights"])
+def test_the_buffer_never_joins_a_graph_of_autograd(
+    inputs: Inputs, weights: MoEWeights, buffer: ReferenceBuffer, name: str
+) -> None:
+    x = torch.zeros(7, SMALL.hidden, dtype=torch.bfloat16)
+    given: dict[str, Any] = {"x": x, "x_sf": None, "topk_weights": inputs.topk_weights.clone()}
+    if name == "x_sf":
+        given |= {"x": inputs.x, "x_sf": inputs.x_sf.clone()}
+    given[name].requires_grad_()
+    order = (given["x"], given["x_sf"], inputs.topk_idx, given["topk_weights"])
+    with pytest.raises(RuntimeError, match=f"{name} requires grad, and the MoE layer has no backw"):
+        mega_moe(*order, weights, buffer)
+    with torch.no_grad():
+        y = mega_moe(*order, weights, buffer)
+    assert not y.requires_grad
+    held = (buffer.x, buffer.x_sf, buffer.topk_weights)
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in held)
+
+
+def test_a_token_bound_below_zero_is_wrong_everywhere(
+    inputs: Inputs, weights: MoEWeights, buffer: ReferenceBuffer
+) -> None:
+    routed = (inputs.x, inputs.x_sf, inputs.topk_idx, inputs.topk_weights)
+    with pytest.raises(ValueError, match="token_bound=-1 must be an integer"):
+        mega_moe(*routed, weights, buffer, token_bound=-1)
+    with pytest.raises(ValueError, match="token_bound=-1 must be an integer"):
+        OPS.mega_moe(*routed, *weights.l1, *weights.l2, buffer.key, token_bound=-1)
+
+
+def test_a_reference_buffer_answers_as_the_other_does(buffer: ReferenceBuffer) -> None:
+    shown = buffer.describe()
+    assert "small, capacity 16, the float32 reference, recipe exact-128" in shown
+    assert buffer.warmup(activation_clamp=True, fast_math=False, num_shared=1) == []
+    with pytest.raises(ValueError, match="num_shared=2 must be below num_topk=2"):
+        buffer.warmup(num_shared=2)
+    with pytest.raises(TypeError, match="num_sharedd"):
+        buffer.warmup(num_sharedd=1)  # type: ignore[call-arg]
+    buffer.check_report()
+    with pytest.raises(ValueError, match="sym_buffer must be a SymmBuffer, found ReferenceBuffer"):
+        prepare(buffer, 3)  # type: ignore[arg-type]
+    buffer.destroy()
+    assert not hasattr(buffer, "x")

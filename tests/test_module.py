@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from tl_megamoe import module as module_file
 from tl_megamoe import reference, sharing
 from tl_megamoe.buffer import SymmBuffer
-from tl_megamoe.module import MegaMoE, with_shared
+from tl_megamoe.module import MegaMoE
 from tl_megamoe.problem import Problem
 from tl_megamoe.quantize import quantize_activations
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.reference_buffer import ReferenceBuffer
 from tl_megamoe.scaling import E4M3, dequantize_blocks, quantize_blocks
+from tl_megamoe.shared_experts import with_shared, without_shared
 from tl_megamoe.synthetic import random_weights
 from tl_megamoe.weights import PlainWeights, transform_weights
 
@@ -205,6 +206,10 @@ def test_with_shared_counts_them_on_every_rank() -> None:
     shared = with_shared(four, 2)
     assert (shared.num_experts, shared.num_topk, shared.num_local_experts) == (16, 4, 4)
     assert with_shared(four, 0) is four
+    assert without_shared(shared, 2) == four
+    assert without_shared(four, 0) is four
+    with pytest.raises(ValueError, match="num_shared=2 must be from 0 to below num_topk=2"):
+        without_shared(four, 2)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -547,7 +552,9 @@ def test_wrong_arguments_are_named() -> None:
         ({"device": "meta"}, "device='meta' must be a CUDA device or the CPU"),
         ({"activation_clamp": -1.0}, "activation_clamp=-1.0 must be a positive number"),
         ({"num_shared_experts": -1}, "num_shared_experts=-1 must be an integer from 0"),
-        ({"kernels": "k"}, "kernels='k' with backend='reference', which runs none"),
+        ({"kernels": "k"}, "kernels='k' on cpu with backend='reference': the reference runs no"),
+        ({"kernels": "k", "backend": "auto"}, "kernels='k' on cpu with backend='auto'"),
+        ({"timeout_s": -1}, "timeout_s=-1 must be a positive number"),
         ({"recipe": "fast"}, "recipe='fast' must be"),
     ]
     for options, message in cases:
@@ -600,7 +607,7 @@ class FakeSymmBuffer(SymmBuffer):
 def test_ranks_find_a_buffer_together_or_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's garbage collector has freed it, another's not: all make a new one."""
     two = Problem(name="two", hidden=H, intermediate=INTER, num_experts=E, num_topk=K, num_ranks=2)
-    wishes = sharing.Wishes(
+    asked = sharing.BufferOptions(
         group=object(),
         capacity=16,
         recipe=None,
@@ -617,21 +624,21 @@ def test_ranks_find_a_buffer_together_or_none_does(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sharing, "_pick", lambda *_: ("kernel", torch.device("cpu")))
     monkeypatch.setattr(sharing, "gather", lambda card, *_: [card, other])
     monkeypatch.setattr(SymmBuffer, "from_process_group", make_buffer)
-    first = sharing.find_buffer(two, wishes)
-    assert sharing.find_buffer(two, wishes) is first
+    first = sharing.find_buffer(two, asked)
+    assert sharing.find_buffer(two, asked) is first
     other["found"] = False
-    second = sharing.find_buffer(two, wishes)
+    second = sharing.find_buffer(two, asked)
     assert second is not first
     other["found"] = True
-    assert sharing.find_buffer(two, wishes) is second
+    assert sharing.find_buffer(two, asked) is second
     with pytest.raises(ValueError, match="rank 0: timeout_s=5.0 differs from timeout_s=60.0"):
-        sharing.find_buffer(two, replace(wishes, timeout_s=5.0))
+        sharing.find_buffer(two, replace(asked, timeout_s=5.0))
     other["error"] = "timeout_s=7"
     with pytest.raises(ValueError, match="no rank has a buffer. rank 1: timeout_s=7"):
-        sharing.find_buffer(two, wishes)
+        sharing.find_buffer(two, asked)
     other["error"] = None
     del second.raw
-    assert sharing.find_buffer(two, wishes) is not second  # destroyed
+    assert sharing.find_buffer(two, asked) is not second  # destroyed
 
 
 def test_copies_share_the_buffer_and_nothing_is_pickled(module: MegaMoE, seed: int) -> None:

@@ -189,7 +189,8 @@ def buffer_of(spec: QuantizeSpec) -> SymmBuffer:
 
 def test_spec_of_a_buffer() -> None:
     one_rank = replace(SPEC, num_local_experts=12)
-    spec = QuantizeSpec.of(buffer_of(replace(one_rank, scale="pow2")), 2)
+    buffer = buffer_of(replace(one_rank, scale="pow2"))
+    spec = QuantizeSpec.of(buffer.problem, buffer.capacity, buffer.recipe, 2)
     assert spec == replace(one_rank, scale="pow2")
     assert (spec.top_k, spec.num_ranks, spec.num_routed_experts) == (3, 1, 10)
     assert (SPEC.num_ranks, SPEC.num_routed_experts) == (2, 8)

@@ -12,7 +12,7 @@ from gpu_cases import SMALL, SMALL_CAPACITY
 
 from tl_megamoe import SymmBuffer, fp8_mega_moe, mega_moe, reference
 from tl_megamoe.explorer.findings import same_bits
-from tl_megamoe.explorer.host import host_times
+from tl_megamoe.explorer.host import YARDSTICK, host_times
 from tl_megamoe.quantize import quantize_activations
 from tl_megamoe.synthetic import Inputs, random_inputs, random_weights
 from tl_megamoe.weights import MoEWeights, PlainWeights, transform_weights
@@ -256,6 +256,6 @@ def test_compile_of_deepgemm_s_call_shape(
 
 
 def test_host_cost() -> None:
-    """Below twice what an idle host takes (results/README.md)."""
+    """A launch costs the host a few of torch's own; results/README.md has the times."""
     times = {t.form: t.least_us for t in host_times(SMALL, 16, SMALL_CAPACITY)}
-    assert times["fp8_mega_moe(y, l1, l2, buffer)"] < 12, times
+    assert times["fp8_mega_moe(y, l1, l2, buffer)"] < 4 * times[YARDSTICK], times

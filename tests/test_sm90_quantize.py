@@ -65,9 +65,13 @@ def specs() -> list[QuantizeSpec]:
     ]
 
 
+def spec_of(buffer: SymmBuffer, num_shared: int) -> QuantizeSpec:
+    return QuantizeSpec.of(buffer.problem, buffer.capacity, buffer.recipe, num_shared)
+
+
 def check(buffer: SymmBuffer, num_shared: int, inputs: tuple[torch.Tensor, ...]) -> None:
     """Launch, and compare with the twins and with what lay in the rows beyond."""
-    spec = QuantizeSpec.of(buffer, num_shared)
+    spec = spec_of(buffer, num_shared)
     tokens = inputs[0].shape[0]
     names = ("x", "x_sf", "topk_idx", "topk_weights")
     for name in names:
@@ -91,7 +95,7 @@ def check(buffer: SymmBuffer, num_shared: int, inputs: tuple[torch.Tensor, ...])
 def test_equals_the_twin(tokens: int, hidden: int, scale: Any, seed: int) -> None:
     """Over special values: NaN, infinities, zeros, the largest and smallest magnitudes."""
     buffer = buffer_of(hidden, SHARED[hidden], scale)
-    spec = QuantizeSpec.of(buffer, SHARED[hidden])
+    spec = spec_of(buffer, SHARED[hidden])
     x = activations(tokens, hidden, seed)
     check(buffer, SHARED[hidden], (x, *routes(spec, tokens, seed)))
 
@@ -103,7 +107,7 @@ def test_routes_of_any_dtype(
     num_shared: int, idx_dtype: torch.dtype, weights_dtype: torch.dtype, seed: int
 ) -> None:
     buffer = buffer_of(128, num_shared, "exact")
-    idx, weights = routes(QuantizeSpec.of(buffer, num_shared), 300, seed)
+    idx, weights = routes(spec_of(buffer, num_shared), 300, seed)
     idx, weights = idx.to(idx_dtype), weights.to(weights_dtype)
     if idx_dtype == torch.int64:
         idx[0, 0] = 2**32 + 1  # an existing expert if it were cut to 32 bits
@@ -122,9 +126,9 @@ def test_twin_is_the_same_on_the_gpu(seed: int) -> None:
 def test_strided_rows_and_routes(seed: int) -> None:
     buffer = buffer_of(4096, 1, "exact")
     wide = torch.cat([activations(33, 4096, seed), torch.ones(33, 8).bfloat16()], 1).cuda()
-    idx, weights = (t.cuda() for t in routes(QuantizeSpec.of(buffer, 1), 66, seed))
+    idx, weights = (t.cuda() for t in routes(spec_of(buffer, 1), 66, seed))
     x, idx, weights = wide[:, :4096], idx[::2], weights.t().contiguous().t()[::2]
-    compile_quantize(QuantizeSpec.of(buffer, 1)).launch(buffer, x, idx, weights)
+    compile_quantize(spec_of(buffer, 1)).launch(buffer, x, idx, weights)
     codes, sf = quantize_activations(x.cpu())
     routed, routed_weights = add_shared_routes(idx.cpu(), weights.cpu(), 32, 1, 0, 1)
     assert same_bits(buffer.x[:33].cpu(), codes)
@@ -136,7 +140,7 @@ def test_strided_rows_and_routes(seed: int) -> None:
 def test_runs_on_the_current_stream_and_in_graphs(seed: int) -> None:
     """Behind a slow kernel of a side stream, and from a replay with other inputs in place."""
     buffer = buffer_of(4096, 1, "exact")
-    spec = QuantizeSpec.of(buffer, 1)
+    spec = spec_of(buffer, 1)
     kernel = compile_quantize(spec)
     first, second = (activations(64, 4096, seed + i) for i in (0, 1))
     idx, weights = (t.cuda() for t in routes(spec, 64, seed))
@@ -161,7 +165,7 @@ def test_runs_on_the_current_stream_and_in_graphs(seed: int) -> None:
 def test_time(tokens: int, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Printed beside the floor: 3 bytes a value at the rate of memory. Few tokens are latency."""
     buffer = buffer_of(TIMED_HIDDEN, 1, "exact", max(TIMED))
-    spec = QuantizeSpec.of(buffer, 1)
+    spec = spec_of(buffer, 1)
     kernel = compile_quantize(spec)
     idx, weights = (t.cuda() for t in routes(spec, tokens, seed))
     # As many inputs as L2 does not hold, in one graph: no launch from the host is timed.

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     )
     from .compat import transform_weights_for_mega_moe_sm90 as transform_weights_for_mega_moe_sm90
     from .handshake import disable_multicast as disable_multicast
+    from .loading import NotLoadedError as NotLoadedError
+    from .loading import prepare as prepare
     from .module import MegaMoE as MegaMoE
     from .op import fp8_mega_moe as fp8_mega_moe
     from .op import fp8_mega_moe_cooperative as fp8_mega_moe_cooperative
     from .op import fp8_mega_moe_pingpong as fp8_mega_moe_pingpong
     from .op import mega_moe as mega_moe
     from .reference_buffer import ReferenceBuffer as ReferenceBuffer
+    from .shared_experts import with_shared as with_shared
     from .timeouts import MegaMoeTimeout as MegaMoeTimeout
     from .virtual import VirtualGroup as VirtualGroup
     from .weights import MoEWeights as MoEWeights
@@ -52,6 +55,9 @@ _LAZY = {
     "fp8_mega_moe_cooperative": "op",
     "fp8_mega_moe_pingpong": "op",
     "mega_moe": "op",
+    "NotLoadedError": "loading",
+    "prepare": "loading",
+    "with_shared": "shared_experts",
     "MoEWeights": "weights",
     "PlainWeights": "weights",
     "transform_separate": "weights",
@@ -69,6 +75,7 @@ __all__ = [
     "MegaMoE",
     "MegaMoeTimeout",
     "MoEWeights",
+    "NotLoadedError",
     "PlainWeights",
     "Problem",
     "Recipe",
@@ -89,9 +96,11 @@ __all__ = [
     "load_experts",
     "load_problem",
     "mega_moe",
+    "prepare",
     "transform_separate",
     "transform_weights",
     "transform_weights_for_mega_moe_sm90",
+    "with_shared",
 ]
 
 

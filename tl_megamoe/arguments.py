@@ -16,7 +16,7 @@ ALIGNMENT = 16
 WeightPair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Inputs(Protocol):
+class BufferLike(Protocol):
     """What checks ask of a buffer."""
 
     problem: Problem
@@ -41,7 +41,7 @@ def check_tensor(
     tensor: Any,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    buffer: Inputs,
+    buffer: BufferLike,
 ) -> None:
     """Raise ValueError unless `tensor` is contiguous, aligned and as the rest says."""
     if not isinstance(tensor, torch.Tensor):
@@ -66,7 +66,7 @@ def check_tensor(
         )
 
 
-def check_y(y: Any, buffer: Inputs) -> int:
+def check_y(y: Any, buffer: BufferLike) -> int:
     """The number of tokens of an output that fits the buffer.
 
     Raises:
@@ -85,7 +85,7 @@ def check_y(y: Any, buffer: Inputs) -> int:
     return num_tokens
 
 
-def check_weights(name: str, pair: Any, buffer: Inputs) -> None:
+def check_weights(name: str, pair: Any, buffer: BufferLike) -> None:
     """Raise ValueError unless `pair` is what `transform_weights` makes of this rank's experts."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
@@ -100,6 +100,23 @@ def check_weights(name: str, pair: Any, buffer: Inputs) -> None:
     check_tensor(f"{name}[1]", pair[1], scale, torch.float32, buffer)
 
 
+def check_activation(activation: Any) -> None:
+    """Raise ValueError for an activation function that the kernel does not have."""
+    if activation != "swiglu":
+        raise ValueError(f"activation={activation!r} must be 'swiglu'")
+
+
+def check_grad(**tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError where autograd would follow one of these into the layer."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{name} requires grad, and the MoE layer has no backward pass: call the model "
+                    "under torch.inference_mode() or torch.no_grad(), or detach it"
+                )
+
+
 def check_clamp(clamp: Any) -> None:
     """Raise ValueError unless the clamp is None or a positive number."""
     if clamp is None:
@@ -109,7 +126,7 @@ def check_clamp(clamp: Any) -> None:
         raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")
 
 
-def check_bound(buffer: Inputs, num_tokens: int, token_bound: int | None) -> int:
+def check_bound(buffer: BufferLike, num_tokens: int, token_bound: int | None) -> int:
     """The tokens that the schedule is chosen for: the same number on all ranks.
 
     Raises:
@@ -126,7 +143,7 @@ def check_bound(buffer: Inputs, num_tokens: int, token_bound: int | None) -> int
     return token_bound
 
 
-def check_recipe(recipe: RecipeLike, buffer: Inputs) -> None:
+def check_recipe(recipe: RecipeLike, buffer: BufferLike) -> None:
     """Raise ValueError for another recipe than the buffer's, which None and the tuples mean."""
     if not isinstance(recipe, Recipe):
         as_recipe(recipe)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from .arguments import check_grad
 from .exported import ExportedKernels
 from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card
 from .launch import Launcher
@@ -321,6 +322,11 @@ class SymmBuffer:
         return self.capacity
 
     @property
+    def destroyed(self) -> bool:
+        """Whether `destroy` has let go of the memory."""
+        return "raw" not in vars(self)
+
+    @property
     def num_bytes(self) -> int:
         """Size of the allocation."""
         return self.layout.num_bytes
@@ -341,6 +347,7 @@ class SymmBuffer:
             ValueError: a shape, dtype or device that breaks these rules, or more tokens than the
                 capacity.
         """
+        check_grad(x=x, x_sf=x_sf, topk_weights=topk_weights)
         self.launcher.enter_stream()
         return copy_inputs(self, x, x_sf, topk_idx, topk_weights)
 
@@ -375,7 +382,7 @@ class SymmBuffer:
         *,
         activation_clamp: bool = False,
         fast_math: bool = True,
-        num_shared: int | None = None,
+        num_shared: int | None = 0,
     ) -> list[tuple[int, Schedule]]:
         """Load every kernel that a call on this buffer may choose, so that no call compiles one.
 
@@ -385,7 +392,8 @@ class SymmBuffer:
         Args:
             activation_clamp: whether the calls will clamp.
             fast_math: as the calls will have it.
-            num_shared: load also the kernel of `quantize` with so many shared experts.
+            num_shared: shared experts of calls with BF16 activations, whose kernel is loaded too;
+                None: there will be none.
 
         Returns:
             (last token bound, schedule), ascending, the last one up to the capacity.
@@ -395,8 +403,9 @@ class SymmBuffer:
             ScheduleError: the ranks choose differently.
         """
         from .calls import load_quantizer
-        from .loading import warm_up
+        from .loading import check_kernel_buffer, warm_up
 
+        check_kernel_buffer(self)
         if num_shared is not None and num_shared not in self.quantizers:
             load_quantizer(self, num_shared)
         return warm_up(self, activation_clamp=activation_clamp, fast_math=fast_math)

@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 
-from .arguments import ALIGNMENT, check_tensor, check_weights, check_y
+from .arguments import ALIGNMENT, check_activation, check_grad, check_tensor, check_weights, check_y
 from .buffer import SymmBuffer
 from .handshake import in_step
-from .launch import Call
-from .loading import NotLoadedError, Options, has_peers, prepare_launch
+from .launch import BoundLaunch
+from .loading import (
+    NotLoadedError,
+    Options,
+    check_kernel_buffer,
+    has_peers,
+    prepare_launch,
+)
 from .quantize import QuantizeKernel, QuantizeSpec, compile_quantize
 from .reference_buffer import ReferenceBuffer
 from .weights import MoEWeights
@@ -30,7 +36,7 @@ def run(
     sym_buffer: Buffer,
     stats: torch.Tensor | None,
     activation: str,
-    options: Options,
+    options: tuple[Any, ...],
     may_load: bool = True,
 ) -> None:
     """Run the layer on the tokens in the buffer.
@@ -38,17 +44,17 @@ def run(
     Args:
         y, l1_weights, l2_weights, sym_buffer, activation: as for `op.fp8_mega_moe`.
         stats: its `cumulative_local_expert_recv_stats`.
-        options: its other arguments.
+        options: its other arguments, in the order of `Options`.
         may_load: whether a kernel that is not loaded is loaded, or NotLoadedError raised.
 
     Raises:
         ValueError, ScheduleError: as `op.fp8_mega_moe`.
         NotLoadedError: the kernel is not loaded, and may not be.
     """
-    launcher = sym_buffer.launcher
     try:  # what was launched before and is as it was needs no second look
+        launcher = sym_buffer.launcher
         weights = launcher.weights[id(l1_weights[0])]
-        call = weights.calls[launcher.steps[y.shape, activation, options]]
+        launch = weights.launches[launcher.known[y.shape, activation, options]]
         address = y.data_ptr()
         known = (
             weights.holds(l1_weights, l2_weights)
@@ -62,12 +68,16 @@ def run(
         known = False  # new, or wrong: which of the two is found out below
     if not known:
         if isinstance(sym_buffer, ReferenceBuffer):
-            _run_reference(y, l1_weights, l2_weights, sym_buffer, stats, activation, options)
+            num_tokens = _check_call(y, l1_weights, l2_weights, sym_buffer, stats, activation)
+            given = MoEWeights(l1=l1_weights, l2=l2_weights)
+            sym_buffer.compute(y, given, num_tokens, stats, Options(*options))
             return
-        call = _bind(y, l1_weights, l2_weights, sym_buffer, stats, activation, options, may_load)
-        address = y.data_ptr()
+        launch = _bind(
+            y, l1_weights, l2_weights, sym_buffer, stats, activation, Options(*options), may_load
+        )
+        launcher, address = sym_buffer.launcher, y.data_ptr()
     launcher.enter_stream()
-    call(launcher.recv_stats if stats is None else stats, address, y.shape[0])
+    launch(launcher.recv_stats if stats is None else stats, address, y.shape[0])
 
 
 def _check_call(
@@ -85,8 +95,7 @@ def _check_call(
             torch.int32,
             sym_buffer,
         )
-    if activation != "swiglu":
-        raise ValueError(f"activation={activation!r} must be 'swiglu'")
+    check_activation(activation)
     return num_tokens
 
 
@@ -99,7 +108,7 @@ def _bind(
     activation: str,
     options: Options,
     may_load: bool,
-) -> Call:
+) -> BoundLaunch:
     """The launches of a call that was checked in full; kept for the next call like it."""
     kernel, chosen, _ = prepare_launch(
         sym_buffer,
@@ -109,29 +118,15 @@ def _bind(
     )
     launcher = sym_buffer.launcher
     weights = MoEWeights(l1=l1_weights, l2=l2_weights)
-    step = launcher.bind(kernel, sym_buffer, weights, y, chosen, options[1])
-    bound = launcher.bind_weights(l1_weights, l2_weights)
-    if step not in bound.calls:
-        bound.calls[step] = step.bind(bound.values)
+    bound = launcher.bind(kernel, sym_buffer, weights, y, chosen, options.activation_clamp)
+    held = launcher.bind_weights(l1_weights, l2_weights)
+    if bound not in held.launches:
+        held.launches[bound] = bound.bind(held.values)
     if stats is not None:
         launcher.bind_stats(stats)
-    if not isinstance(options[0], list):  # a list of DeepGEMM's cannot be looked up
-        launcher.steps[y.shape, activation, options] = step
-    return bound.calls[step]
-
-
-def _run_reference(
-    y: Any,
-    l1_weights: Any,
-    l2_weights: Any,
-    buffer: ReferenceBuffer,
-    stats: Any,
-    activation: str,
-    options: Options,
-) -> None:
-    num_tokens = _check_call(y, l1_weights, l2_weights, buffer, stats, activation)
-    buffer.check_options(num_tokens, options)
-    buffer.compute(y, MoEWeights(l1=l1_weights, l2=l2_weights), num_tokens, stats, options[1])
+    if not isinstance(options.recipe, list):  # a list of DeepGEMM's cannot be looked up
+        launcher.remember((y.shape, activation, options), bound)
+    return held.launches[bound]
 
 
 def bring_in(
@@ -155,7 +150,9 @@ def bring_in(
     Raises:
         ValueError: as `SymmBuffer.fill` and `SymmBuffer.quantize`.
         NotLoadedError: the kernel is not loaded, and may not be.
+        RuntimeError: the result would have to be differentiated.
     """
+    check_grad(x=x, x_sf=x_sf, topk_weights=topk_weights)
     if x_sf is not None:
         if num_shared:
             raise ValueError(
@@ -165,12 +162,13 @@ def bring_in(
         return sym_buffer.fill(x, x_sf, topk_idx, topk_weights)
     if isinstance(sym_buffer, ReferenceBuffer):
         return sym_buffer.quantize(x, topk_idx, topk_weights, num_shared)
+    check_kernel_buffer(sym_buffer)
     kernel = sym_buffer.quantizers.get(num_shared)
     if kernel is None:
         if not may_load:
             raise NotLoadedError(
                 f"the kernel that quantises activations with num_shared={num_shared} is not "
-                "loaded, and a call from model code never compiles. Call "
+                "loaded, and a call from model code never compiles. BoundLaunch "
                 f"sym_buffer.warmup(num_shared={num_shared}) on every rank before the first "
                 "forward."
             )
@@ -185,7 +183,8 @@ def load_quantizer(sym_buffer: SymmBuffer, num_shared: int) -> QuantizeKernel:
 
     All ranks of a process group call it: it returns, or raises, when all of them are done.
     """
-    spec = QuantizeSpec.of(sym_buffer, num_shared)
+    check_kernel_buffer(sym_buffer)
+    spec = QuantizeSpec.of(sym_buffer.problem, sym_buffer.capacity, sym_buffer.recipe, num_shared)
     if sym_buffer.device.type != "cuda":
         raise ValueError(
             f"sym_buffer is on {sym_buffer.device}: the kernel that quantises needs an SM90 GPU. "
@@ -208,18 +207,14 @@ def forward(
     weights: MoEWeights,
     sym_buffer: Buffer,
     num_shared: int,
-    options: Options,
+    options: tuple[Any, ...],
 ) -> torch.Tensor:
     """One call from model code: bring in, allocate the output, run. Never compiles.
 
     Raises:
-        RuntimeError: the result would have to be differentiated.
+        RuntimeError: as `bring_in`.
+        ValueError, ScheduleError, NotLoadedError: as `bring_in` and `run`.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        raise RuntimeError(
-            "the MoE layer has no backward pass: call the model under torch.inference_mode() or "
-            "torch.no_grad(), or detach x and topk_weights"
-        )
     with sym_buffer.lock:
         bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights, num_shared, may_load=False)
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)

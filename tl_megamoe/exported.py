@@ -18,7 +18,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ from .manifest import (
     read_manifest,
     spec_values,
 )
-from .problem import Problem
+from .shared_experts import without_shared
 
 if TYPE_CHECKING:
     from .quantize import QuantizeKernel, QuantizeSpec
@@ -273,7 +272,11 @@ class ExportedKernels:
         if not isinstance(spec, KernelSpec):  # of two flags alike the last one counts
             changed = f"--capacity {spec.capacity} --num-shared {spec.num_shared}"
             return f"{command_of(notes, self.folder)} {changed}"
-        problem, shared = _without_shared(spec.problem, notes.get("num_shared"))
+        shared = int(notes.get("num_shared") or 0)
+        try:
+            problem = without_shared(spec.problem, shared)
+        except ValueError:  # not one of the layer that was exported
+            problem, shared = spec.problem, 0
         mode = notes.get("rank_mode", "real") if problem.num_ranks > 1 else "one"
         flags = [problem.flags(), f"--capacity {spec.capacity}", f"--recipe {spec.recipe}"]
         if mode != "one":
@@ -290,18 +293,6 @@ class ExportedKernels:
         if not spec.fast_math:
             flags.append("--precise")
         return f"{COMMAND} {' '.join(flags)} --out {self.folder}"
-
-
-def _without_shared(problem: Problem, num_shared: Any) -> tuple[Problem, int]:
-    """A kernel's problem without the shared experts that it counts, and their number."""
-    if not isinstance(num_shared, int) or num_shared < 1:
-        return problem, 0
-    experts = problem.num_experts - num_shared * problem.num_ranks
-    routes = problem.num_topk - num_shared
-    if experts < 1 or routes < 1:  # not one of the layer that was exported
-        return problem, 0
-    name = problem.name.removesuffix(f"-shared{num_shared}")  # as module.with_shared has it
-    return replace(problem, name=name, num_experts=experts, num_topk=routes), num_shared
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

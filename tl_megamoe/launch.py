@@ -55,7 +55,7 @@ def binder_of(kernel: CompiledKernel) -> Callable[..., Any] | None:
     return None if beside is None else beside.get_function(BIND)
 
 
-def kept(tensor: torch.Tensor) -> Any:
+def to_ffi(tensor: torch.Tensor) -> Any:
     """A tensor as TVM-FFI passes it on without looking at it again.
 
     It holds an alias, not the tensor: that may die, and the launch that is bound to it with it.
@@ -65,14 +65,14 @@ def kept(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(tensor.detach())
 
 
-Call = Callable[["torch.Tensor", int, int], Any]
+BoundLaunch = Callable[["torch.Tensor", int, int], Any]
 """Launches on torch's current stream: counts (a torch tensor, by whose device TVM-FFI finds the
 stream), the output's address, the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """A kernel on a buffer with a schedule: all arguments but weights and those of a `Call`.
+class BoundKernel:
+    """A kernel on a buffer with a schedule: all arguments but weights and those of a `BoundLaunch`.
 
     Attributes:
         function: takes the program's parameters.
@@ -88,10 +88,10 @@ class Step:
     between: tuple[Any, ...]
     after: tuple[Any, ...]
 
-    def bind(self, weights: tuple[Any, ...]) -> Call:
+    def bind(self, weights: tuple[Any, ...]) -> BoundLaunch:
         """The launches of a layer's weights."""
         if self.binder is not None:
-            call: Call = self.binder(
+            call: BoundLaunch = self.binder(
                 self.function,
                 *(STATS, Y, NUM_TOKENS),
                 *self.before,
@@ -120,16 +120,16 @@ class BoundWeights:
 
     Attributes:
         values: the converted tensors.
-        calls: launches of these weights, by step.
+        launches: of these weights, by kernel.
     """
 
-    __slots__ = ("_addresses", "_tensors", "calls", "values")
+    __slots__ = ("_addresses", "_tensors", "launches", "values")
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], forget: Callable[[Any], None]) -> None:
         self._tensors = tuple(weakref.ref(t, forget) for t in tensors)
         self._addresses = tuple(t.data_ptr() for t in tensors)
-        self.values = tuple(kept(t) for t in tensors)
-        self.calls: dict[Step, Call] = {}
+        self.values = tuple(to_ffi(t) for t in tensors)
+        self.launches: dict[BoundKernel, BoundLaunch] = {}
 
     def holds(self, l1: Any, l2: Any) -> bool:
         """Whether these are the tensors, at the same addresses (`t.data = ...` moves one)."""
@@ -147,6 +147,10 @@ class BoundWeights:
         )
 
 
+MAX_KNOWN = 4096
+"""Calls that a buffer remembers: an eager server makes one for each number of tokens."""
+
+
 class Launcher:
     """What a buffer keeps of its launches, so that the next one like it is checked no more.
 
@@ -155,18 +159,18 @@ class Launcher:
         inputs: x, x_sf, topk_idx and topk_weights of the buffer, as the kernel that quantises
             takes them: the first as a torch tensor, by whose device TVM-FFI finds the stream.
         device_index: of the buffer's GPU, -1 on a CPU.
-        steps: by the output's shape, the activation and the call's options.
+        known: kernels by the output's shape, the activation and the call's options.
         weights: by the id of the layer's first weight tensor; an entry goes when a tensor dies.
     """
 
     def __init__(self, recv_stats: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
         self.recv_stats = recv_stats
-        self.inputs = (inputs[0], *map(kept, inputs[1:]))
+        self.inputs = (inputs[0], *map(to_ffi, inputs[1:]))
         self.device_index = recv_stats.get_device()
-        self.steps: dict[Hashable, Step] = {}
+        self.known: dict[Hashable, BoundKernel] = {}
         self.weights: dict[int, BoundWeights] = {}
         self._stats: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._by_launch: dict[Hashable, Step] = {}
+        self._bound: dict[Hashable, BoundKernel] = {}
         self._stream: int | None = None
 
     def enter_stream(self) -> None:
@@ -197,27 +201,33 @@ class Launcher:
         y: torch.Tensor,
         schedule: Schedule,
         activation_clamp: float | None,
-    ) -> Step:
-        """The step of a kernel, made at its first call. The arguments have been checked.
+    ) -> BoundKernel:
+        """A kernel on this buffer, made at its first call. The arguments have been checked.
 
         Args:
             kernel: of this buffer's problem, capacity and recipe.
-            weights, y: any that fit; a step does not keep them.
+            weights, y: any that fit; they are not kept.
             schedule: gives the runtime fields.
             activation_clamp: the bound, iff the kernel clamps.
         """
         key = (kernel.spec.key(), schedule, activation_clamp, buffer.timeout_ms)
-        step = self._by_launch.get(key)
-        if step is None:
+        bound = self._bound.get(key)
+        if bound is None:
             values: list[Any] = []
             recorder = CompiledKernel(kernel.spec, lambda *arguments: values.extend(arguments))
             recorder.launch(buffer, weights, y, 0, schedule, activation_clamp=activation_clamp)
-            before = tuple(kept(t) for t in values[: WEIGHTS.start])
+            before = tuple(to_ffi(t) for t in values[: WEIGHTS.start])
             between, after = values[Y + 1 : NUM_TOKENS], values[NUM_TOKENS + 1 :]
             function, binder = raw_function(kernel.kernel), binder_of(kernel)
-            step = Step(function, binder, before, tuple(between), tuple(after))
-            self._by_launch[key] = step
-        return step
+            bound = BoundKernel(function, binder, before, tuple(between), tuple(after))
+            self._bound[key] = bound
+        return bound
+
+    def remember(self, call: Hashable, kernel: BoundKernel) -> None:
+        """Keep the kernel of a call; all calls are forgotten when they are many."""
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[call] = kernel
 
     def bind_weights(self, l1: Any, l2: Any) -> BoundWeights:
         """The converted weights of a layer, made at its first call. They have been checked."""

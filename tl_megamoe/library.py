@@ -14,32 +14,30 @@ argument where this costs 3 us.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import calls
-from .arguments import check_recipe
+from .arguments import check_activation, check_recipe
 from .buffer import copy_inputs
+from .loading import Options
 from .registry import buffer_of
 from .schedule import Schedule
 from .weights import MoEWeights
-
-if TYPE_CHECKING:
-    from .loading import Options
 
 NAMESPACE = "tl_megamoe"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _LIBRARY.define(
     "mega_moe(Tensor x, Tensor? x_sf, Tensor topk_idx, Tensor topk_weights, Tensor l1, "
-    "Tensor l1_sf, Tensor l2, Tensor l2_sf, str buffer, int num_shared=0, SymInt token_bound=-1, "
-    "float? activation_clamp=None, bool fast_math=True) -> Tensor"
+    "Tensor l1_sf, Tensor l2, Tensor l2_sf, str buffer, int num_shared=0, "
+    "SymInt? token_bound=None, float? activation_clamp=None, bool fast_math=True) -> Tensor"
 )
 _LIBRARY.define(
     "fp8_mega_moe(Tensor(a!) y, Tensor x, Tensor x_sf, Tensor topk_idx, Tensor topk_weights, "
     "Tensor l1, Tensor l1_sf, Tensor l2, Tensor l2_sf, Tensor(b!)? recv_stats, str buffer, "
-    "SymInt token_bound=-1, float? activation_clamp=None, bool fast_math=True, "
+    "SymInt? token_bound=None, float? activation_clamp=None, bool fast_math=True, "
     "str schedule='', str math_mode='') -> ()"
 )
 
@@ -55,7 +53,7 @@ def _mega_moe(
     l2_sf: Tensor,
     buffer: str,
     num_shared: int = 0,
-    token_bound: int = -1,
+    token_bound: int | None = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
 ) -> Tensor:
@@ -67,7 +65,7 @@ def _mega_moe(
         MoEWeights((l1, l1_sf), (l2, l2_sf)),
         buffer_of(buffer),
         num_shared,
-        (None, activation_clamp, fast_math, _given(token_bound), None, None),
+        Options(None, activation_clamp, fast_math, token_bound),
     )
 
 
@@ -105,21 +103,15 @@ def _fp8_mega_moe(
     l2_sf: Tensor,
     recv_stats: Tensor | None,
     buffer: str,
-    token_bound: int = -1,
+    token_bound: int | None = None,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     schedule: str = "",
     math_mode: str = "",
 ) -> None:
     found = buffer_of(buffer)
-    options = (
-        None,
-        activation_clamp,
-        fast_math,
-        _given(token_bound),
-        _schedule_of(found, schedule) if schedule else None,
-        math_mode or None,
-    )
+    chosen = _schedule_of(found, schedule) if schedule else None
+    options = Options(None, activation_clamp, fast_math, token_bound, chosen, math_mode or None)
     with found.lock:
         copy_inputs(found, x, x_sf, topk_idx, topk_weights)
         calls.run(y, (l1, l1_sf), (l2, l2_sf), found, recv_stats, "swiglu", options, may_load=False)
@@ -135,10 +127,6 @@ _LIBRARY.impl("mega_moe", _mega_moe, "CompositeExplicitAutograd")
 _LIBRARY.impl("fp8_mega_moe", _fp8_mega_moe, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::mega_moe", _mega_moe_fake, lib=_LIBRARY)
 torch.library.register_fake(f"{NAMESPACE}::fp8_mega_moe", _fp8_mega_moe_fake, lib=_LIBRARY)
-
-
-def _given(token_bound: int) -> int | None:
-    return None if token_bound < 0 else token_bound
 
 
 def _schedule_of(buffer: Any, name: str) -> Schedule:
@@ -163,12 +151,11 @@ def trace_launch(
     sym_buffer: Any,
     stats: Tensor | None,
     activation: str,
-    options: Options,
+    options: tuple[Any, ...],
 ) -> None:
     """`op.fp8_mega_moe` as an operator; the arguments are its own."""
     recipe, activation_clamp, fast_math, token_bound, schedule, math_mode = options
-    if activation != "swiglu":
-        raise ValueError(f"activation={activation!r} must be 'swiglu'")
+    check_activation(activation)
     if recipe is not None:
         check_recipe(recipe, sym_buffer)
     tokens = y.shape[0]
@@ -182,7 +169,7 @@ def trace_launch(
         *l2_weights,
         stats,
         sym_buffer.key,
-        -1 if token_bound is None else token_bound,
+        token_bound,
         activation_clamp,
         fast_math,
         "" if schedule is None else schedule.name,
@@ -205,8 +192,7 @@ def trace_mega_moe(
     token_bound: int | None = None,
 ) -> Tensor:
     """`op.mega_moe` as an operator; the arguments are its own."""
-    if activation != "swiglu":
-        raise ValueError(f"activation={activation!r} must be 'swiglu'")
+    check_activation(activation)
     if recipe is not None:
         check_recipe(recipe, sym_buffer)
     found: Tensor = torch.ops.tl_megamoe.mega_moe(
@@ -218,7 +204,7 @@ def trace_mega_moe(
         *weights.l2,
         sym_buffer.key,
         0,
-        -1 if token_bound is None else token_bound,
+        token_bound,
         activation_clamp,
         fast_math,
     )

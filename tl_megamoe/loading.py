@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +20,21 @@ from .kernel import CompiledKernel, KernelSpec, compile_kernel
 from .schedule import Schedule, ScheduleError
 from .selection import schedule_intervals
 
-Options = tuple[RecipeLike, float | None, bool, int | None, Schedule | None, str | None]
-"""recipe, activation_clamp, fast_math, token_bound, schedule, math_mode."""
+
+class Options(NamedTuple):
+    """What a call chooses, the same on all ranks; the arguments of `fp8_mega_moe` of these names.
+
+    A plain tuple in this order equals it, and is quicker to make.
+    """
+
+    recipe: RecipeLike = None
+    activation_clamp: float | None = None
+    fast_math: bool = True
+    token_bound: int | None = None
+    schedule: Schedule | None = None
+    math_mode: str | None = None
+
+
 KernelKey = tuple[Schedule, bool, bool]
 """A loaded kernel of a buffer: schedule, clamp or not, fast_math."""
 
@@ -57,11 +69,12 @@ def prepare(
         The kernel that a call with these arguments launches, and the schedule it runs.
 
     Raises:
-        ValueError, ScheduleError: as `fp8_mega_moe`. Where the ranks load a kernel together the
+        ValueError, ScheduleError: as `fp8_mega_moe`, and for a ReferenceBuffer, which runs no
+            kernel. Where the ranks load a kernel together the
             error of one is raised on all of them. Once they have it a rank that refuses its
             arguments tells nobody, and launches of the others wait for it for their `timeout_s`.
     """
-    options = (recipe, activation_clamp, fast_math, token_bound, schedule, math_mode)
+    options = Options(recipe, activation_clamp, fast_math, token_bound, schedule, math_mode)
     kernel, chosen, _ = prepare_launch(sym_buffer, lambda: num_tokens, options)
     return kernel, chosen
 
@@ -81,6 +94,7 @@ def prepare_launch(
         options: what they must have alike.
         may_load: whether a kernel that is not loaded is loaded, or NotLoadedError raised.
     """
+    check_kernel_buffer(sym_buffer)
     try:
         num_tokens = check_own()
         key = _kernel_key(sym_buffer, num_tokens, options)
@@ -99,6 +113,17 @@ def prepare_launch(
             )
         kernel = _load(sym_buffer, key)
     return kernel, key[0], num_tokens
+
+
+def check_kernel_buffer(sym_buffer: Any) -> None:
+    """Raise ValueError unless this is a buffer that kernels run on."""
+    if not isinstance(sym_buffer, SymmBuffer):
+        raise ValueError(
+            f"sym_buffer must be a SymmBuffer, found {type(sym_buffer).__name__}: no kernel runs "
+            "on anything else"
+        )
+    if sym_buffer.destroyed:
+        raise ValueError(f"{sym_buffer!r} was destroyed: make a new one")
 
 
 def warm_up(
@@ -135,9 +160,9 @@ def _kernel_key(sym_buffer: SymmBuffer, num_tokens: int, options: Options) -> Ke
     Raises:
         ValueError, ScheduleError: one of the options is wrong, or has no schedule.
     """
-    recipe, activation_clamp, fast_math, token_bound, schedule, math_mode = options
-    check_recipe(recipe, sym_buffer)
-    check_clamp(activation_clamp)
+    schedule, math_mode = options.schedule, options.math_mode
+    check_recipe(options.recipe, sym_buffer)
+    check_clamp(options.activation_clamp)
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             raise ValueError(f"schedule must be a Schedule, found {type(schedule).__name__}")
@@ -146,11 +171,11 @@ def _kernel_key(sym_buffer: SymmBuffer, num_tokens: int, options: Options) -> Ke
                 f"math_mode={math_mode!r} together with a schedule, which has a math mode: "
                 f"{schedule.math_mode!r}. Pass one of the two."
             )
-    bound = check_bound(sym_buffer, num_tokens, token_bound)
+    bound = check_bound(sym_buffer, num_tokens, options.token_bound)
     if schedule is None:
         intervals = _intervals(sym_buffer, math_mode)
         schedule = intervals[bisect_left(intervals, bound, key=lambda interval: interval[0])][1]
-    return schedule, activation_clamp is not None, fast_math
+    return schedule, options.activation_clamp is not None, options.fast_math
 
 
 def _intervals(sym_buffer: SymmBuffer, math_mode: str | None) -> list[tuple[int, Schedule]]:
@@ -164,10 +189,8 @@ def _intervals(sym_buffer: SymmBuffer, math_mode: str | None) -> list[tuple[int,
             rank_mode=sym_buffer.rank_mode,
             recipe=sym_buffer.recipe,
             math_mode=math_mode,
+            num_sms=sym_buffer.num_sms,
         )
-        most = sym_buffer.num_sms
-        if most is not None:  # a smaller part, a MIG slice, or a virtual rank's share
-            found = [(end, replace(s, num_sms=min(s.num_sms, most))) for end, s in found]
         sym_buffer.schedules[math_mode] = found
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,13 @@ from torch import Tensor, nn
 from . import calls
 from . import library as library  # registers the op
 from .arguments import check_clamp, weight_shapes
+from .calls import Buffer
 from .checkpoint import SHARED_WORDS, TiledTarget, place, plan_experts, plan_shared
 from .problem import Problem
 from .recipe import RecipeLike, as_recipe
 from .scaling import E4M3
-from .sharing import AnyBuffer, Wishes, backend_of, check_buffer, find_buffer, rank_in
+from .shared_experts import with_shared
+from .sharing import BufferOptions, backend_of, check_buffer, find_buffer, rank_in
 from .sources import Source, open_source
 from .stacked import check_activation, module_tensors, num_shared, stacked_sizes
 from .state import load_state
@@ -81,7 +82,8 @@ class MegaMoE(nn.Module):
             SM90 GPU, elsewhere the reference with a warning.
         device: of weights and buffer; None: that of `buffer`, else the current GPU if it is an SM90
             one, else the CPU.
-        timeout_s: bound of every wait of a launch, in seconds; of a buffer that is made here.
+        timeout_s: bound of every wait of a launch, in seconds; that of the buffer if there is one,
+            else 60 when None.
         kernels: folder of exported kernels (`tl-megamoe export`) for a buffer that is made here;
             then nothing is compiled.
         name: of the layer in messages and logs; made of the sizes when None.
@@ -110,18 +112,16 @@ class MegaMoE(nn.Module):
         recipe: RecipeLike = None,
         activation_clamp: float | None = None,
         fast_math: bool = True,
-        buffer: AnyBuffer | None = None,
+        buffer: Buffer | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         kernels: str | Path | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__()
         check_clamp(activation_clamp)
-        if type(num_shared_experts) is not int or num_shared_experts < 0:
-            raise ValueError(f"num_shared_experts={num_shared_experts!r} must be an integer from 0")
-        wishes = Wishes(
+        asked = BufferOptions(
             group=group,
             capacity=capacity,
             recipe=None if recipe is None else as_recipe(recipe),
@@ -148,9 +148,9 @@ class MegaMoE(nn.Module):
         self.activation_clamp = None if activation_clamp is None else float(activation_clamp)
         self.fast_math = bool(fast_math)
         if buffer is None:
-            buffer = find_buffer(self.problem, wishes)
+            buffer = find_buffer(self.problem, asked)
         else:
-            check_buffer(buffer, self.problem, wishes)
+            check_buffer(buffer, self.problem, asked)
         self.buffer, self.backend = buffer, backend_of(buffer)
         buffer.warmup(
             activation_clamp=activation_clamp is not None,
@@ -231,7 +231,7 @@ class MegaMoE(nn.Module):
             self.l2_sf,
             self._key,
             self.num_shared_experts,
-            -1 if token_bound is None else token_bound,
+            token_bound,
             self.activation_clamp,
             self.fast_math,
         )
@@ -412,21 +412,6 @@ class MegaMoE(nn.Module):
             "hold addresses of. Save state_dict(), make the module anew and load that; "
             "copy.deepcopy copies the weights and shares the buffer."
         )
-
-
-def with_shared(routed: Problem, num_shared: int) -> Problem:
-    """The layer that the kernel runs for routed and shared experts.
-
-    Every rank holds its own copy of each shared expert, so that their rows never leave it.
-    """
-    if not num_shared:
-        return routed
-    return replace(
-        routed,
-        name=f"{routed.name}-shared{num_shared}",
-        num_experts=routed.num_experts + num_shared * routed.num_ranks,
-        num_topk=routed.num_topk + num_shared,
-    )
 
 
 def _find_shared(source: Source, prefix: str) -> str:

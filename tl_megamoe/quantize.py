@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .problem import SCALE_BLOCK
+from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe
 from .scaling import E4M3, E4M3_NAN_CODE, quantize_rows
 
@@ -79,21 +79,27 @@ class QuantizeSpec:
         Recipe(scale=self.scale)
 
     @classmethod
-    def of(cls, buffer: SymmBuffer | ReferenceBuffer, num_shared: int = 0) -> QuantizeSpec:
-        """The spec of a buffer whose problem counts `num_shared` shared experts a rank.
+    def of(
+        cls, problem: Problem, capacity: int, recipe: Recipe, num_shared: int = 0
+    ) -> QuantizeSpec:
+        """The spec of a buffer.
+
+        Args:
+            problem: of the buffer: it counts the shared experts of every rank.
+            capacity, recipe: of the buffer.
+            num_shared: shared experts.
 
         Raises:
-            ValueError: more shared experts than the buffer has experts or routes for.
+            ValueError: more shared experts than the problem has experts or routes for.
         """
-        problem = buffer.problem
         return cls(
             hidden=problem.hidden,
             num_topk=problem.num_topk,
             num_shared=num_shared,
             num_local_experts=problem.num_local_experts,
             num_experts=problem.num_experts,
-            capacity=buffer.capacity,
-            scale=buffer.recipe.scale,
+            capacity=capacity,
+            scale=recipe.scale,
         )
 
     @property
@@ -159,7 +165,7 @@ class QuantizeKernel:
         they are.
 
         Args:
-            buffer: the spec is `QuantizeSpec.of(buffer, num_shared)`.
+            buffer: of the problem, capacity and recipe of the spec.
             x: (tokens, hidden) bfloat16; columns contiguous, rows any multiple of 16 bytes apart
                 from an address that is one. NaN and infinity spoil their own token only.
             topk_idx: (tokens, top_k) int64 or int32, of any strides: expert 0 to
@@ -249,7 +255,8 @@ def check_activations(
             )
         if value.dtype not in dtypes:
             expected = " or ".join(str(dtype) for dtype in dtypes)
-            raise ValueError(f"{name} of dtype {value.dtype} must be {expected}")
+            advice = "" if name != "x" else ": load the model with dtype=torch.bfloat16"
+            raise ValueError(f"{name} of dtype {value.dtype} must be {expected}{advice}")
         if value.device != device:
             raise ValueError(f"{name} is on {value.device}, the buffer on {device}")
     apart = x.stride(0) * x.element_size() if tokens > 1 else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from .quantize import (
 )
 from .recipe import RecipeLike, as_recipe
 from .registry import register
+from .schedule import Schedule
 from .weights import MoEWeights, restore_weights
+
+if TYPE_CHECKING:
+    from .loading import Options
 
 
 class ReferenceBuffer:
@@ -36,6 +40,7 @@ class ReferenceBuffer:
         rank: 0.
         key: name for the operators.
         x, x_sf, topk_idx, topk_weights: inputs, as of a `SymmBuffer`.
+        lock: held while a call brings its tokens in and runs.
         recv_stats: (experts,) int32, to which the rows that each expert received are added.
 
     Args:
@@ -90,40 +95,69 @@ class ReferenceBuffer:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_shared: int = 0
     ) -> int:
         """Quantise the tokens of a launch into the first rows; see `SymmBuffer.quantize`."""
-        check_activations(QuantizeSpec.of(self, num_shared), self, x, topk_idx, topk_weights)
+        spec = QuantizeSpec.of(self.problem, self.capacity, self.recipe, num_shared)
+        check_activations(spec, self, x, topk_idx, topk_weights)
         codes, sf = quantize_activations(x, self.recipe)
-        routed = self.problem.num_experts - num_shared
+        routed = spec.num_routed_experts
         indices, weights = add_shared_routes(topk_idx, topk_weights, routed, 1, 0, num_shared)
         return self.fill(codes, sf, indices, weights)
 
-    def check_options(self, num_tokens: int, options: tuple[Any, ...]) -> None:
-        """Raise ValueError where the kernel would; the schedule changes no result here either."""
-        recipe, activation_clamp, _, token_bound, _, _ = options
-        check_recipe(recipe, self)
-        check_clamp(activation_clamp)
-        check_bound(self, num_tokens, token_bound)
-
+    @torch.no_grad()
     def compute(
         self,
         y: Tensor,
         weights: MoEWeights,
         num_tokens: int,
         stats: Tensor | None,
-        activation_clamp: float | None,
+        options: Options,
     ) -> None:
-        """Write `y` (num_tokens, hidden) bfloat16; the arguments have been checked."""
+        """Write `y` (num_tokens, hidden) bfloat16; `calls.run` has checked the tensors.
+
+        Raises:
+            ValueError: an option that the kernel would refuse. A schedule changes no result here
+                either.
+        """
+        check_recipe(options.recipe, self)
+        check_clamp(options.activation_clamp)
+        check_bound(self, num_tokens, options.token_bound)
         n = num_tokens
         inputs = (self.x[:n], self.x_sf[:n], self.topk_idx[:n], self.topk_weights[:n])
         plain = restore_weights(weights)
-        y.copy_(reference.moe(self.problem, *inputs, plain, self.recipe, activation_clamp))
+        y.copy_(reference.moe(self.problem, *inputs, plain, self.recipe, options.activation_clamp))
         experts = self.topk_idx[:n].flatten()
         valid = experts[(experts >= 0) & (experts < self.problem.num_experts)]
         received = torch.bincount(valid, minlength=self.problem.num_experts).int()
         (self.recv_stats if stats is None else stats).add_(received)
 
-    def warmup(self, **_: Any) -> list[Any]:
-        """Nothing to load: the reference runs at once."""
+    def warmup(
+        self,
+        *,
+        activation_clamp: bool = False,
+        fast_math: bool = True,
+        num_shared: int | None = 0,
+    ) -> list[tuple[int, Schedule]]:
+        """Nothing to load, so an empty list; the arguments are those of `SymmBuffer.warmup`."""
+        if num_shared is not None:
+            QuantizeSpec.of(self.problem, self.capacity, self.recipe, num_shared)
         return []
+
+    def check_report(self) -> None:
+        """Nothing: no wait of the reference can time out."""
+
+    def destroy(self) -> None:
+        """Let go of the memory; nothing of the buffer can be used after."""
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor):
+                delattr(self, name)
+
+    def describe(self) -> str:
+        """What the buffer is of, and its bytes."""
+        inputs = (self.x, self.x_sf, self.topk_idx, self.topk_weights)
+        num_bytes = sum(tensor.nbytes for tensor in inputs)
+        return (
+            f"{self.problem.name}, capacity {self.capacity}, the float32 reference, recipe "
+            f"{self.recipe}: inputs of {num_bytes:,} bytes on {self.device}"
+        )
 
     def __repr__(self) -> str:
         return f"ReferenceBuffer({self.problem.name!r}, capacity={self.capacity}, on {self.device})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,12 +104,15 @@ def schedule_intervals(
     recipe: Recipe,
     math_mode: str | None = None,
     root: Path | None = None,
+    num_sms: int | None = None,
 ) -> list[tuple[int, Schedule]]:
     """Every schedule that `choose_schedule` gives for some bound, as intervals of the bound.
 
     Args:
         problem, device_name, capacity, rank_mode, recipe, math_mode, root: as for
             `choose_schedule`.
+        num_sms: multiprocessors that a rank has, to which the grid is cut: of a smaller part, a MIG
+            slice, or a virtual rank's share. None: not cut.
 
     Returns:
         (last token count, schedule), ascending; the last entry ends at the capacity.
@@ -137,6 +141,8 @@ def schedule_intervals(
             root=root,
             tokens_to_tune=(*usual, capacity),
         ).schedule
+        if num_sms is not None:
+            chosen = replace(chosen, num_sms=min(chosen.num_sms, num_sms))
         if out and out[-1][1] == chosen:
             out.pop()
         out.append((end, chosen))

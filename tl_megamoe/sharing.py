@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .buffer import SymmBuffer, pick_device
+from .buffer import SymmBuffer, check_timeout, pick_device
+from .calls import Buffer
 from .handshake import bare_card, gather
 from .problem import Problem
 from .recipe import Recipe
@@ -21,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "kernel", "reference")
 DEFAULT_CAPACITY = 8192
-AnyBuffer = SymmBuffer | ReferenceBuffer
 
 
 class _Key(NamedTuple):
@@ -36,14 +36,14 @@ class _Key(NamedTuple):
     kernels: str | None
 
 
-_buffers: weakref.WeakValueDictionary[_Key, AnyBuffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[_Key, Buffer] = weakref.WeakValueDictionary()
 """Buffers that modules made and still hold."""
 _lock = threading.RLock()
 _said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class BufferOptions:
     """What a module says about its buffer; None where it says nothing.
 
     Attributes:
@@ -61,7 +61,7 @@ class Wishes:
     recipe: Recipe | None
     backend: str
     device: torch.device | str | None
-    timeout_s: float
+    timeout_s: float | None
     kernels: str | Path | None
 
 
@@ -89,12 +89,12 @@ def rank_in(group: Any) -> tuple[int, int]:
     return dist.get_world_size(group), rank
 
 
-def find_buffer(problem: Problem, wishes: Wishes) -> AnyBuffer:
+def find_buffer(problem: Problem, options: BufferOptions) -> Buffer:
     """The buffer of a new module: one that such modules hold already, else a new one.
 
     Args:
         problem: the layer with its shared experts.
-        wishes: of the module.
+        options: of the module.
 
     Raises:
         ValueError: there is no such backend, device or capacity, the reference is to run several
@@ -103,54 +103,54 @@ def find_buffer(problem: Problem, wishes: Wishes) -> AnyBuffer:
     """
     with _lock:
         if problem.num_ranks == 1:
-            key, found = _look_up(problem, wishes)
+            key, found = _look_up(problem, options)
         else:
-            key, found = _look_up_together(problem, wishes)
+            key, found = _look_up_together(problem, options)
         if found is None:
-            found = _make(problem, key, wishes)
+            found = _make(problem, key, options)
             _buffers[key] = found
     return found
 
 
-def _look_up(problem: Problem, wishes: Wishes) -> tuple[_Key, AnyBuffer | None]:
+def _look_up(problem: Problem, options: BufferOptions) -> tuple[_Key, Buffer | None]:
     """What a module's buffer is kept under, and the buffer if a module holds one."""
-    backend, device = _pick(problem, wishes)
-    folder = None if wishes.kernels is None else str(Path(wishes.kernels).resolve())
+    backend, device = _pick(problem, options)
+    folder = None if options.kernels is None else str(Path(options.kernels).resolve())
     key = _Key(
         backend,
         device,
         tuple(problem.key().values()),
-        DEFAULT_CAPACITY if wishes.capacity is None else wishes.capacity,
-        wishes.recipe or Recipe(),
+        DEFAULT_CAPACITY if options.capacity is None else options.capacity,
+        options.recipe or Recipe(),
         # The buffer holds its group, so no other group has its id while the entry is there.
-        None if wishes.group is None else id(wishes.group),
+        None if options.group is None else id(options.group),
         folder,
     )
     found = _buffers.get(key)
     if isinstance(found, SymmBuffer):
-        if "raw" not in vars(found):
-            return key, None  # destroyed
-        if found.timeout_s != wishes.timeout_s:
+        if found.destroyed:
+            return key, None
+        if options.timeout_s not in (None, found.timeout_s):
             raise ValueError(
-                f"timeout_s={wishes.timeout_s} differs from timeout_s={found.timeout_s} of the "
+                f"timeout_s={options.timeout_s} differs from timeout_s={found.timeout_s} of the "
                 "buffer that modules of this shape share. Pass the same, or buffer=, one of its "
                 "own."
             )
     return key, found
 
 
-def _look_up_together(problem: Problem, wishes: Wishes) -> tuple[_Key, AnyBuffer | None]:
+def _look_up_together(problem: Problem, options: BufferOptions) -> tuple[_Key, Buffer | None]:
     """`_look_up` on all ranks: to make a buffer takes all of them, so all find one or none does.
 
     When the last module of a buffer dies is up to each process' garbage collector.
     """
     key, found, failure = None, None, None
     try:
-        key, found = _look_up(problem, wishes)
+        key, found = _look_up(problem, options)
     except Exception as error:  # the others wait for this rank's card
         failure = error
     card = {**bare_card(failure), "found": found is not None}
-    cards = gather(card, wishes.group, None if key is None else key.device)
+    cards = gather(card, options.group, None if key is None else key.device)
     failed = [f"rank {rank}: {c['error']}" for rank, c in enumerate(cards) if c["error"]]
     if failed:
         raise ValueError(f"no rank has a buffer. {'; '.join(failed)}")
@@ -158,64 +158,68 @@ def _look_up_together(problem: Problem, wishes: Wishes) -> tuple[_Key, AnyBuffer
     return key, found if all(c["found"] for c in cards) else None
 
 
-def _make(problem: Problem, key: _Key, wishes: Wishes) -> AnyBuffer:
+def _make(problem: Problem, key: _Key, options: BufferOptions) -> Buffer:
     if key.backend == "reference":
         return ReferenceBuffer(problem, key.capacity, key.device, recipe=key.recipe)
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "device": key.device,
-        "timeout_s": wishes.timeout_s,
         "recipe": key.recipe,
-        "kernels": wishes.kernels,
+        "kernels": options.kernels,
     }
-    if wishes.group is None:
-        return SymmBuffer(problem, key.capacity, **options)
-    return SymmBuffer.from_process_group(problem, key.capacity, wishes.group, **options)
+    if options.timeout_s is not None:
+        given["timeout_s"] = options.timeout_s
+    if options.group is None:
+        return SymmBuffer(problem, key.capacity, **given)
+    return SymmBuffer.from_process_group(problem, key.capacity, options.group, **given)
 
 
-def _pick(problem: Problem, wishes: Wishes) -> tuple[str, torch.device]:
+def _pick(problem: Problem, options: BufferOptions) -> tuple[str, torch.device]:
     """`kernel` or `reference`, and where."""
-    _check_backend(wishes.backend)
-    if wishes.device is None:
+    _check_backend(options.backend)
+    if options.timeout_s is not None:
+        check_timeout(options.timeout_s)
+    if options.device is None:
         here = torch.cuda.is_available() and _is_sm90(pick_device(None))
         device = pick_device(None if here else "cpu")
     else:
-        device = pick_device(wishes.device)
+        device = pick_device(options.device)
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device={str(device)!r} must be a CUDA device or the CPU")
     fits = device.type == "cuda" and _is_sm90(device)
-    if wishes.backend == "kernel" and not fits:
+    if options.backend == "kernel" and not fits:
         raise ValueError(
             f"backend='kernel' on {_describe(device)}: the kernel needs an SM90 GPU (H100, H200). "
             "backend='reference' computes the same layer in float32, slowly."
         )
-    if wishes.backend == "kernel" or (wishes.backend == "auto" and fits):
+    if options.backend == "kernel" or (options.backend == "auto" and fits):
         return "kernel", device
     if problem.num_ranks > 1:
         raise ValueError(
             f"the reference computes one rank, and the process group has {problem.num_ranks}: "
-            f"backend={wishes.backend!r} on {_describe(device)}. Run on SM90 GPUs, or pass "
+            f"backend={options.backend!r} on {_describe(device)}. Run on SM90 GPUs, or pass "
             "group=None, one rank with all experts."
         )
-    if wishes.backend == "auto":
+    if options.kernels is not None:
+        raise ValueError(
+            f"kernels={str(options.kernels)!r} on {_describe(device)} with backend="
+            f"{options.backend!r}: the reference runs no kernels. Leave kernels away, or run on an "
+            "SM90 GPU"
+        )
+    if options.backend == "auto":
         _say_once(
             f"MegaMoE runs the float32 reference on {_describe(device)}, orders of magnitude "
             "slower than the kernel, which needs an SM90 GPU"
         )
-    elif wishes.kernels is not None:
-        raise ValueError(
-            f"kernels={str(wishes.kernels)!r} with backend='reference', which runs none: leave one "
-            "of the two away"
-        )
     return "reference", device
 
 
-def check_buffer(buffer: Any, problem: Problem, wishes: Wishes) -> None:
+def check_buffer(buffer: Any, problem: Problem, options: BufferOptions) -> None:
     """Raise ValueError unless a given buffer is what a module asks for.
 
     Args:
         buffer: given by the caller.
         problem: the layer with its shared experts, over as many ranks as the buffer's.
-        wishes: of the module; what it leaves open is the buffer's.
+        options: of the module; what it leaves open is the buffer's.
     """
     if buffer.problem.key() != problem.key():
         raise ValueError(
@@ -223,18 +227,19 @@ def check_buffer(buffer: Any, problem: Problem, wishes: Wishes) -> None:
             "shared experts count as experts of every rank and as routes. Make the buffer with "
             "MegaMoE(...).problem, or pass none."
         )
-    _check_backend(wishes.backend)
+    _check_backend(options.backend)
     backend = backend_of(buffer)
-    if wishes.backend not in ("auto", backend):
+    if options.backend not in ("auto", backend):
         raise ValueError(
-            f"backend={wishes.backend!r} with a {type(buffer).__name__}, which is of backend "
+            f"backend={options.backend!r} with a {type(buffer).__name__}, which is of backend "
             f"{backend!r}: leave one of the two away"
         )
-    device = buffer.device if wishes.device is None else pick_device(wishes.device)
+    device = buffer.device if options.device is None else pick_device(options.device)
     group = getattr(buffer, "group", None)
     for word, wish, held in (
-        ("capacity", wishes.capacity, buffer.capacity),
-        ("recipe", wishes.recipe, buffer.recipe),
+        ("capacity", options.capacity, buffer.capacity),
+        ("timeout_s", options.timeout_s, getattr(buffer, "timeout_s", options.timeout_s)),
+        ("recipe", options.recipe, buffer.recipe),
         ("device", device, buffer.device),
     ):
         if wish is not None and wish != held:
@@ -242,14 +247,14 @@ def check_buffer(buffer: Any, problem: Problem, wishes: Wishes) -> None:
                 f"{word}={wish} differs from the buffer's, {held}: leave {word} away or pass "
                 "another buffer"
             )
-    if wishes.group is not None and wishes.group is not group:
+    if options.group is not None and options.group is not group:
         raise ValueError(
             "group is not that of the buffer: leave group away or make the buffer with "
             "SymmBuffer.from_process_group(problem, capacity, group)"
         )
-    if wishes.kernels is not None:
+    if options.kernels is not None:
         raise ValueError(
-            f"kernels={str(wishes.kernels)!r} together with a buffer, which has its kernels: pass "
+            f"kernels={str(options.kernels)!r} together with a buffer, which has its kernels: pass "
             "kernels to the buffer"
         )
 

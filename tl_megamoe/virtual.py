@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from .buffer import SymmBuffer, check_reports, check_timeout, pick_device
+from .exported import ExportedKernels
 from .layout import MAX_RANKS, make_layout
 from .problem import Problem
 from .recipe import RecipeLike, as_recipe
@@ -74,6 +76,7 @@ class VirtualGroup:
         timeout_s: float = 60.0,
         *,
         recipe: RecipeLike = None,
+        kernels: Path | str | None = None,
     ) -> tuple[SymmBuffer, ...]:
         """The buffers of all ranks, zeroed, rank r at index r. Waits until the device is idle.
 
@@ -82,9 +85,11 @@ class VirtualGroup:
             capacity: the most tokens that a rank contributes.
             timeout_s: bound of every wait of a launch, in seconds.
             recipe: `Recipe()` when None or one of DeepGEMM's tuples.
+            kernels: a folder that `tl-megamoe export --rank-mode virtual` wrote; None: compile.
 
         Raises:
-            ValueError: another number of ranks than the group's, a bad capacity or timeout.
+            ValueError: another number of ranks than the group's, a bad capacity or timeout, or a
+                folder that is no export.
         """
         if problem.num_ranks != self.num_ranks:
             raise ValueError(
@@ -94,6 +99,7 @@ class VirtualGroup:
             )
         check_timeout(timeout_s)
         layout = make_layout(problem, capacity, as_recipe(recipe))
+        exported = None if kernels is None else ExportedKernels.open(kernels)
         # An allocation a rank, as with real ranks: a write past its end does not hit the next rank.
         raws = [
             torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
@@ -112,6 +118,7 @@ class VirtualGroup:
                 timeout_s=timeout_s,
                 num_sms=self.num_sms,
                 keep=raws,
+                exported=exported,
             )
             out.append(buffer)
         if self.device.type == "cuda":
