@@ -25,6 +25,8 @@ FOLDERS = {page: posixpath.dirname(source) for source, page in OUTSIDE.items()}
 COMMANDS = "<!-- every command's help -->"
 """Where cli.md shows what `tl-megamoe COMMAND --help` prints."""
 COLUMNS = "88"
+ROW = re.compile(r"^\|.*$", re.M)
+CODE = re.compile(r"`[^`]*`")
 LINK = re.compile(r"\[([^]]+)]\((?!https?:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -41,7 +43,13 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Turn links to files of the repository into those of the site, and fill in the help texts."""
     folder = FOLDERS.get(page.file.src_uri, "docs")
     markdown = LINK.sub(lambda link: relinked(link, folder), markdown)
+    markdown = ROW.sub(lambda row: CODE.sub(unescaped, row[0]), markdown)
     return markdown.replace(COMMANDS, help_of_commands()) if COMMANDS in markdown else markdown
+
+
+def unescaped(code: re.Match[str]) -> str:
+    """Code in a row of a table: where the repository is browsed its pipes need an escape."""
+    return code[0].replace(r"\|", "|")
 
 
 def relinked(link: re.Match[str], folder: str) -> str:

@@ -1,6 +1,6 @@
 """A toy serving loop: one buffer, a CUDA graph for each bucket of token counts, all ranks in step.
 
-    python examples/serving.py                                 # one GPU; without one, the reference
+    python examples/serving.py                                 # one GPU, or the reference
     python examples/serving.py --problem deepseek-v4-flash     # one rank's experts of that model
     torchrun --nproc_per_node=8 examples/serving.py --problem deepseek-v4-flash
 
@@ -8,6 +8,7 @@ The model is a stack of routers and MoE layers between an embedding and a head, 
 so that a token's successor follows from the token alone. What a serving engine has to do for
 MegaMoE is all here: every layer over one buffer; inputs in static tensors; a graph for each bucket;
 rows beyond a step's tokens routed nowhere; one bucket on all ranks, also where a rank has no token.
+Without an SM90 GPU, the reference, one process, and no graphs.
 """
 
 from __future__ import annotations
@@ -377,6 +378,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens to generate, at most")
     parser.add_argument("--backend", choices=("reference", "kernel", "auto"), default="auto")
     args = parser.parse_args()
+    for word in ("capacity", "layers", "requests", "longest", "new"):
+        if getattr(args, word) < 1:
+            parser.error(f"--{word} {getattr(args, word)} must be at least 1")
     disable_multicast()  # before CUDA starts
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     on_gpu = args.backend != "reference" and torch.cuda.is_available()
@@ -397,15 +401,15 @@ def main() -> None:
         backend=args.backend,
         group=expert_group,
     )
-    buffer = layers[0].moe.buffer
+    buffer, graphs = layers[0].moe.buffer, layers[0].moe.backend == "kernel"
     try:
         buckets = make_buckets(args.capacity)
-        engine = Engine(layers, problem.hidden, buckets, device, graphs=on_gpu, group=host_group)
+        engine = Engine(layers, problem.hidden, buckets, device, graphs=graphs, group=host_group)
         words = make_words(problem.hidden, device)
         requests = make_requests(args.requests, rank, min(args.longest, args.capacity), args.new)
         stats = Scheduler(engine, *words, requests).drain()
     except RuntimeError:
-        if on_gpu:  # a wait that timed out ends the launch with a CUDA error: say which
+        if graphs:  # a wait that timed out ends the launch with a CUDA error: say which
             buffer.check_report()
         raise
     all_tokens = torch.tensor(sum(stats.tokens.values()))

@@ -2,9 +2,10 @@
 
 A small DeepSeek-V3 or Qwen3-MoE with random weights is written as an FP8 checkpoint, in the names
 and formats of the published ones (e4m3 codes, a float32 scale per 128 x 128, shards and an index).
-It is loaded twice: by transformers with the weights made wide again, and with the experts of every
-layer replaced by `MegaMoE`, which reads the FP8 files itself. Both see the same tokens; the table
-shows how far their logits are apart, and `expected_error` why that far.
+It is loaded twice. By transformers, with the weights made wide again; and as a model of real size
+is loaded: without memory at first (`empty_model`), then the experts of every layer replaced by
+`MegaMoE`, which reads the FP8 files itself (`use_mega_moe`), then all the rest (`load_rest`). Both
+see the same tokens; the table shows how far their logits are apart, `expected_error` why that far.
 
     python examples/transformers_deepseek.py --family deepseek --shared inside
     python examples/transformers_deepseek.py --family qwen3 --backend reference
@@ -54,14 +55,16 @@ FAMILIES = ("deepseek", "qwen3")
 
 
 def use_mega_moe(model: nn.Module, checkpoint: Path | str, **options: Any) -> None:
-    """Replace the experts of every MoE layer by MegaMoE, loaded from an FP8 checkpoint."""
-    for name, experts in list(model.named_modules()):
-        if name.endswith(".mlp.experts"):
-            num_experts, rows, hidden = experts.gate_up_proj.shape
-            top_k = model.config.num_experts_per_tok
-            layer = MegaMoE(hidden, rows // 2, num_experts, top_k, **options)
-            layer.load_checkpoint(checkpoint, name)
-            model.set_submodule(name, layer)
+    """Replace every stacked experts module by MegaMoE, with its weights from a checkpoint."""
+    modules = model.named_modules()
+    found = [n for n, m in modules if isinstance(getattr(m, "gate_up_proj", None), Tensor)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no stacked experts: nothing was replaced")
+    options |= {"top_k": model.config.get_text_config().num_experts_per_tok}
+    for name in found:
+        experts = model.get_submodule(name)
+        layer = MegaMoE.from_experts(experts, checkpoint=checkpoint, prefix=name, **options)
+        model.set_submodule(name, layer)
 
 
 class FusedBlock(nn.Module):
@@ -79,15 +82,16 @@ class FusedBlock(nn.Module):
 
 def use_mega_moe_with_shared(model: nn.Module, checkpoint: Path | str, **options: Any) -> None:
     """The same for DeepSeek, and its shared experts run in the same launch."""
-    for name, block in list(model.named_modules()):
-        if name.endswith(".mlp") and hasattr(block, "experts"):
-            num_experts, rows, hidden = block.experts.gate_up_proj.shape
-            num_shared, top_k = model.config.n_shared_experts, model.config.num_experts_per_tok
-            layer = MegaMoE(
-                hidden, rows // 2, num_experts, top_k, num_shared_experts=num_shared, **options
-            )
-            layer.load_checkpoint(checkpoint, f"{name}.experts", f"{name}.shared_experts")
-            model.set_submodule(name, FusedBlock(block.gate, layer))
+    found = [name for name, m in model.named_modules() if hasattr(m, "shared_experts")]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no shared experts: nothing was replaced")
+    options |= {"top_k": model.config.num_experts_per_tok, "checkpoint": checkpoint}
+    for name in found:
+        gate, experts = (model.get_submodule(f"{name}.{word}") for word in ("gate", "experts"))
+        options |= {"prefix": f"{name}.experts", "shared_prefix": f"{name}.shared_experts"}
+        shared = model.get_submodule(f"{name}.shared_experts")
+        layer = MegaMoE.from_experts(experts, shared_experts=shared, **options)
+        model.set_submodule(name, FusedBlock(gate, layer))
 
 
 # ---- a checkpoint
@@ -128,28 +132,37 @@ def write_checkpoint(config: Any, folder: Path, seed: int = SEED, num_shards: in
 
     transformers names the tensors (it saves stacked experts one by one, as the published
     checkpoints have them). The linear layers of every MLP become e4m3 with a float32 scale per
-    128 x 128; routers, attention, embeddings and norms stay BF16.
+    128 x 128; routers, attention, embeddings and norms stay BF16, and DeepSeek's correction of
+    router scores is float32.
 
     Args:
         config: of the model.
-        folder: made here; gets config.json, the shards and their index.
+        folder: made here, or empty; gets config.json, the shards and their index.
         seed: of the weights.
         num_shards: files that the tensors are spread over.
+
+    Raises:
+        ValueError: there is something at that path.
     """
+    check_new(folder)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.copy_(torch.randn(bias.shape) * 0.02)
-    model.save_pretrained(folder)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(folder):
-        if ".mlp." in name and tensor.dim() == 2 and not name.endswith(".gate.weight"):
-            tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensor)
-        else:
-            tensors[name] = tensor
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
+    with tempfile.TemporaryDirectory() as temporary:
+        wide = Path(temporary)
+        model.save_pretrained(wide)
+        settings = json.loads((wide / "config.json").read_text())
+        for name, tensor in read_tensors(wide):
+            if ".mlp." in name and tensor.dim() == 2 and not name.endswith(".gate.weight"):
+                tensors[name], tensors[f"{name}_scale_inv"] = quantize_blocks(tensor)
+            elif name.endswith("e_score_correction_bias"):
+                tensors[name] = tensor.float()
+            else:
+                tensors[name] = tensor
+    folder.mkdir(parents=True, exist_ok=True)
     names, weight_map = sorted(tensors), {}
     for shard in range(num_shards):
         file_name = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
@@ -158,7 +171,6 @@ def write_checkpoint(config: Any, folder: Path, seed: int = SEED, num_shards: in
         weight_map.update(dict.fromkeys(part, file_name))
     index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -177,27 +189,53 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def load_wide(folder: Path, device: torch.device, *, experts: bool = True) -> Any:
-    """transformers' model from an FP8 checkpoint, in BF16.
-
-    Args:
-        folder: of the checkpoint.
-        device: where the model is put.
-        experts: False leaves the routed experts as transformers initialises them.
-    """
+def load_wide(folder: Path, device: torch.device) -> Any:
+    """transformers' model from an FP8 checkpoint, in BF16."""
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config  # transformers' own FP8 kernels would run
-    tensors = dict(read_tensors(folder))
-    for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        sf = tensors.pop(name)
-        weight = name.removesuffix("_scale_inv")
-        tensors[weight] = dequantize_blocks(tensors[weight], sf).bfloat16()
-    if not experts:
-        tensors = {name: t for name, t in tensors.items() if ".experts." not in name}
     model = getattr(transformers, config.architectures[0]).from_pretrained(
-        None, config=config, state_dict=tensors, dtype=torch.bfloat16
+        None,
+        config=config,
+        state_dict=made_wide(dict(read_tensors(folder))),
+        dtype=torch.bfloat16,
     )
     return model.eval().to(device)
+
+
+def made_wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """FP8 weights made BF16 with the scales beside them, which go; others as they are."""
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        sf, weight = tensors.pop(name), name.removesuffix("_scale_inv")
+        tensors[weight] = dequantize_blocks(tensors[weight], sf).bfloat16()
+    return tensors
+
+
+# ---- a model without its experts
+
+
+def empty_model(folder: Path | str) -> Any:
+    """The model of a checkpoint without memory for it: all tensors are on the meta device."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def load_rest(model: nn.Module, folder: Path | str, device: torch.device | str) -> None:
+    """Load what is not a routed expert into a model that is on the meta device."""
+    tensors = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            names = [name for name in opened.keys() if ".experts." not in name]
+            tensors |= {name: opened.get_tensor(name) for name in names}
+    model.load_state_dict(made_wide(tensors), strict=False, assign=True)
+    model.tie_weights()
+    for name, module in list(model.named_modules()):
+        if name.endswith("rotary_emb"):  # computed, not saved
+            model.set_submodule(name, type(module)(module.config).to(device))
+    held = [*model.named_parameters(), *model.named_buffers()]
+    if missing := [name for name, tensor in held if tensor.is_meta]:
+        raise ValueError(f"{folder} has no {missing[0]}, one of {len(missing)} that are missing")
 
 
 # ---- the comparison
@@ -210,10 +248,12 @@ def expected_error(num_moe_layers: int) -> float:
     product of many such values is off by the same 2.7 % of its size, whatever its length. Gate and
     up each are, independently: their product is off by 2.7 % * sqrt(2), and the intermediate is
     rounded to e4m3 once more: sqrt(3) * 2.7 % = 4.7 % of what the experts add to the residual
-    stream. The weights are the same numbers in both models. Layers add their errors in squares,
-    and the stream that passes by them is the same in both, so that the logits show less than 4.7 %
-    * sqrt(layers): the less, the smaller the experts' part of the stream. BF16, in which both
-    models do the rest, has these two off by 1.2 % of float32, which adds in squares.
+    stream. The weights are the same numbers in both models, because the checkpoint has them in
+    FP8; where one has BF16 weights they are rounded too, and the bound does not hold
+    (docs/numerics.md). Layers add their errors in squares, and the stream that passes by them is
+    the same in both, so that the logits show less than 4.7 % * sqrt(layers): the less, the smaller
+    the experts' part of the stream. BF16, in which both models do the rest, has these two off by
+    1.2 % of float32, which adds in squares.
     """
     return float((3 * num_moe_layers * 0.027**2 + 0.012**2) ** 0.5)
 
@@ -352,10 +392,19 @@ def load_both(
         shared: `inside` runs DeepSeek's shared experts in MegaMoE's launch.
         **options: of `MegaMoE`.
     """
-    ours = load_wide(folder, device, experts=False)
+    ours = empty_model(folder)
     swap = use_mega_moe_with_shared if shared == "inside" else use_mega_moe
     swap(ours, folder, capacity=CAPACITY, device=device, **options)
+    load_rest(ours, folder, device)
     return ours, load_wide(folder, device)
+
+
+def check_new(folder: Path) -> None:
+    """Raise ValueError unless a folder can be filled without a file of others in it."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(
+            f"{str(folder)!r} exists: a checkpoint is written into a new or an empty folder"
+        )
 
 
 def main() -> None:
@@ -364,10 +413,17 @@ def main() -> None:
     parser.add_argument("--shared", choices=("outside", "inside"), default="outside")
     parser.add_argument("--num-shared", type=int, default=1, help="shared experts of DeepSeek")
     parser.add_argument("--backend", choices=("reference", "kernel", "auto"), default="auto")
-    parser.add_argument("--out", type=Path, help="keep the checkpoint in this new folder")
+    parser.add_argument("--out", type=Path, help="keep the checkpoint in this folder, new or empty")
     args = parser.parse_args()
     if args.family == "qwen3" and (args.shared == "inside" or args.num_shared != 1):
         parser.error("--shared and --num-shared are DeepSeek's: Qwen3-MoE has no shared experts")
+    if args.num_shared < 1:
+        parser.error(f"--num-shared {args.num_shared} must be at least 1, as DeepSeek-V3 has")
+    if args.out is not None:
+        try:
+            check_new(args.out)
+        except ValueError as error:
+            parser.error(f"--out: {error}")
     on_gpu = args.backend != "reference" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     transformers.logging.set_verbosity_error()  # "experts newly initialised": they are replaced

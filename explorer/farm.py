@@ -29,6 +29,7 @@ from typing import Any
 
 import tl_megamoe
 from tl_megamoe.kernel import KernelReport, KernelSpec
+from tl_megamoe.manifest import spec_values
 from tl_megamoe.native import cache_root
 
 from .child import Child, ChildDied, ChildError, ChildTimeout
@@ -226,16 +227,7 @@ class ReportCache:
 
 def describe_spec(spec: KernelSpec) -> dict[str, Any]:
     """What a kernel depends on, as JSON values; the schedule's runtime fields do not count."""
-    return {
-        "phase": spec.phase,
-        "problem": spec.problem.key(),
-        "schedule": spec.schedule.kernel_key().to_dict(),
-        "recipe": str(spec.recipe),
-        "capacity": spec.capacity,
-        "clamp": spec.clamp,
-        "fast_math": spec.fast_math,
-        "debug": spec.debug,
-    }
+    return {"phase": spec.phase, **spec_values(spec)}
 
 
 class _Builder:

@@ -94,7 +94,7 @@ def host_times(problem: Problem, num_tokens: int, capacity: int) -> list[HostTim
     """
     import torch
 
-    from tl_megamoe import MegaMoE, SymmBuffer, fp8_mega_moe, mega_moe
+    from tl_megamoe import MegaMoE, SymmBuffer, fp8_mega_moe, mega_moe, prepare
     from tl_megamoe.quantize import quantize_activations
     from tl_megamoe.synthetic import random_inputs
 
@@ -108,11 +108,16 @@ def host_times(problem: Problem, num_tokens: int, capacity: int) -> list[HostTim
     routes = (made.topk_idx, made.topk_weights)
     buffer.fill(x_fp8, x_sf, *routes)
     y = torch.empty_like(x)
+    kernel, schedule = prepare(buffer, num_tokens)
     stats = torch.zeros(problem.num_local_experts, dtype=torch.int32, device=buffer.device)
     l1, l2 = layer.weights.l1, layer.weights.l2
     operator = torch.ops.tl_megamoe.mega_moe.default
     forms: list[tuple[str, Callable[[], object]]] = [
         (YARDSTICK, y.zero_),
+        (
+            "CompiledKernel.launch, tilelang's wrapper",
+            lambda: kernel.launch(buffer, layer.weights, y, num_tokens, schedule),
+        ),
         ("fp8_mega_moe(y, l1, l2, buffer)", lambda: fp8_mega_moe(y, l1, l2, buffer)),
         ("the same with counts", lambda: fp8_mega_moe(y, l1, l2, buffer, stats)),
         ("buffer.quantize(x, idx, weights)", lambda: buffer.quantize(x, *routes)),

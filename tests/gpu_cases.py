@@ -352,12 +352,34 @@ def model_specs() -> Iterable[KernelSpec]:
     yield _spec(on_ranks, schedule, capacity=256)
 
 
+def model_rank_cases(num_ranks: int) -> list[tuple[Problem, int]]:
+    """(layer, capacity) of the modules over ranks with a GPU each, in docs and examples."""
+    sizes = {"hidden": 256, "intermediate": 128, "num_topk": 4, "num_ranks": num_ranks}
+    return [
+        (small(num_ranks=num_ranks), SMALL_CAPACITY),
+        *((small("example", num_experts=n, **sizes), 512) for n in (16, 8 * num_ranks)),
+    ]
+
+
+def model_rank_specs(num_ranks: int) -> Iterable[KernelSpec]:
+    """Kernels that those modules load."""
+    for problem, capacity in model_rank_cases(num_ranks):
+        intervals = schedule_intervals(
+            problem, "NVIDIA H200", capacity, rank_mode="real", recipe=Recipe()
+        )
+        for _, schedule in intervals:
+            yield _spec(problem, schedule, capacity=capacity)
+
+
 def quantize_specs() -> list[QuantizeSpec]:
     """Kernels that quantise activations, of the same layers."""
-    return [
-        QuantizeSpec.of(with_shared(problem, num_shared), capacity, Recipe(), num_shared)
+    cases: list[tuple[Problem, int, int]] = [
+        (with_shared(problem, num_shared), capacity, num_shared)
         for problem, capacity, num_shared in MODEL_CASES
     ]
+    if real_ranks():
+        cases = [(*case, 0) for case in model_rank_cases(real_ranks())]
+    return [QuantizeSpec.of(p, capacity, Recipe(), n) for p, capacity, n in cases]
 
 
 def specs() -> list[KernelSpec]:
@@ -367,12 +389,41 @@ def specs() -> list[KernelSpec]:
         problem = ON_RANKS[real_ranks()]
         found += rank_specs(problem)
         found += many_rank_specs(problem, duplicates_on(real_ranks()))
+        found += [*preset_rank_specs(real_ranks()), *model_rank_specs(real_ranks())]
     else:
         found += [*small_specs(), *edge_specs(), *preset_specs(), *model_specs()]
         for number in RANKS:
             found += rank_specs(ON_RANKS[number])
         found += many_rank_specs(WRAPS, duplicates_on(2))
     return list({spec.key(): spec for spec in found}.values())
+
+
+PRESETS_ON_RANKS_CAPACITY = 1024
+
+
+def presets_on_ranks(num_ranks: int) -> list[Problem]:
+    """All experts of a model over the ranks, and on each as many as one rank of eight has."""
+    flash, pro = PRESETS["deepseek-v4-flash"], PRESETS["deepseek-v4-pro"]
+    return [
+        replace(flash, name="flash-all-experts", num_ranks=num_ranks),
+        *(
+            replace(
+                preset,
+                name=f"{name}-{preset.num_experts // 8}-local-experts",
+                num_experts=preset.num_experts // 8 * num_ranks,
+                num_ranks=num_ranks,
+            )
+            for name, preset in (("flash", flash), ("pro", pro))
+        ),
+    ]
+
+
+def preset_rank_specs(num_ranks: int) -> Iterable[KernelSpec]:
+    """Kernels of published sizes over ranks with a GPU each."""
+    for problem in presets_on_ranks(num_ranks):
+        for mode in MODES:
+            schedule = default_schedule(problem, 64, mode)
+            yield _spec(problem, schedule, capacity=PRESETS_ON_RANKS_CAPACITY)
 
 
 def ring_blocks(problem: Problem, block_m: int) -> int:
@@ -409,7 +460,7 @@ def main() -> None:
         return
     from test_sm90_quantize import specs as quantize_cases
 
-    every = [*todo, *quantize_specs(), *quantize_cases()]
+    every = [*todo, *quantize_specs(), *([] if args.real else quantize_cases())]
     with ProcessPoolExecutor(args.jobs) as pool:
         for done, name in enumerate(pool.map(_build, every), 1):
             print(f"[{done}/{len(every)}] {name}", flush=True)

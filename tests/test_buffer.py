@@ -137,7 +137,7 @@ def test_fill(buffer: SymmBuffer, seed: int, tokens: int) -> None:
         ({"topk_idx": torch.zeros(3, 3, dtype=torch.int64)}, r"topk_idx of shape \(3, 3\)"),
         ({"topk_weights": torch.ones(4, 3).double()}, "topk_weights of dtype torch.float64"),
         ({"x": torch.ones(4, 256)}, "x of dtype torch.float32"),
-        ({"x": torch.ones(256)}, r"x of shape \(256,\)"),
+        ({"x": torch.ones(256)}, r"x must have shape .*, found \(256,\)"),
         ({"x_sf": torch.ones(4, 2, device="meta")}, "x_sf is on meta"),
     ],
 )

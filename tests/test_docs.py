@@ -34,8 +34,8 @@ from docs_shell import check_shell, commands_of, run_if_cheap, shown_files
 from gpu_cases import real_ranks
 
 import tl_megamoe
-from tl_megamoe import MegaMoeTimeout, Problem, Schedule, SymmBuffer
-from tl_megamoe.selection import KERNEL_VARIABLE, THRESHOLD_VARIABLE
+from tl_megamoe import MegaMoeTimeout, Problem, Recipe, Schedule, SymmBuffer
+from tl_megamoe.selection import KERNEL_VARIABLE, THRESHOLD_VARIABLE, schedule_intervals
 from tl_megamoe.timeouts import REPORT_FIELDS, REPORT_SLOT
 
 GPU_LIMIT_S = 600.0
@@ -189,6 +189,68 @@ def run_child(page: str, *options: str) -> subprocess.CompletedProcess[str]:
 # ---- pages against the code
 
 
+def shown_functions(page: str) -> dict[str, str]:
+    """The functions of a page's visible blocks, without annotations and docstrings."""
+    found = [b for b in BLOCKS[page] if b.kind == "python"]
+    return functions_of("\n".join(block.text for block in found))
+
+
+def functions_of(text: str) -> dict[str, str]:
+    out = {}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        arguments = node.args
+        for argument in (*arguments.args, arguments.kwarg):
+            if argument is not None:
+                argument.annotation = None
+        node.returns = None
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        out[node.name] = ast.unparse(node)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("README.md", ("use_mega_moe",)),
+        ("docs/module.md", ("empty_model", "made_wide", "load_rest")),
+    ],
+)
+def test_pages_show_the_functions_of_the_example(page: str, names: tuple[str, ...]) -> None:
+    """Their tests are those of the example."""
+    example = functions_of((ROOT / "examples/transformers_deepseek.py").read_text())
+    shown = shown_functions(page)
+    for name in names:
+        wanted = example[name].replace("Tensor)", "torch.Tensor)")  # by the page's imports
+        assert shown[name] == wanted
+
+
+def test_operators_have_the_signatures_shown() -> None:
+    import tl_megamoe.library  # noqa: F401
+
+    block = next(
+        b for b in BLOCKS["docs/api.md"] if b.tested == "test_operators_have_the_signatures_shown"
+    )
+    schemas = [
+        str(getattr(torch.ops.tl_megamoe, name).default._schema).partition("::")[2]
+        for name in ("mega_moe", "fp8_mega_moe")
+    ]
+    check_output(block, "\n\n".join(schemas))
+
+
+def test_readme_counts_the_kernels_of_its_quick_start() -> None:
+    problem = Problem(
+        name="q", hidden=512, intermediate=256, num_experts=8, num_topk=2, num_ranks=1
+    )
+    found = schedule_intervals(problem, "NVIDIA H200", 1024, rank_mode="real", recipe=Recipe())
+    assert len({schedule.kernel_key() for _, schedule in found}) == 3
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "compiles three fused kernels and a small one" in text
+    assert "MegaMoE(hidden=512, intermediate=256, num_experts=8, top_k=2, capacity=1024)" in text
+
+
 def page_text(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
@@ -210,6 +272,7 @@ def test_every_field_of_a_schedule_is_explained() -> None:
 def test_variables_are_named() -> None:
     for name in (KERNEL_VARIABLE, THRESHOLD_VARIABLE):
         assert name in page_text("multi-gpu.md"), name
+        assert name in page_text("schedules.md"), name
 
 
 # ---- links
@@ -261,6 +324,9 @@ def test_site_builds_and_needs_no_network(tmp_path: Path) -> None:
     cli = (tmp_path / "site/cli.html").read_text(encoding="utf-8")
     assert "usage: tl-megamoe search" in cli
     assert "usage: tl-megamoe export" in cli
+    readme = (tmp_path / "site/readme.html").read_text(encoding="utf-8")
+    assert "grid|halving|optuna" in readme
+    assert "\\|" not in readme
     api = (tmp_path / "site/api.html").read_text(encoding="utf-8")
     for name in tl_megamoe.__all__:
         assert name in api or name == "__version__", name

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import stat
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -483,3 +485,36 @@ def test_nothing_is_compiled_for_a_folder_that_is_in_use(
     assert cli.main(["export", *FLASH, "--device", DEVICE, "--out", str(tmp_path)]) == 2
     assert "holds mine.txt and is not a folder of exported kernels" in capsys.readouterr().err
     assert not compiler.made
+
+
+def test_an_export_is_replaced_under_its_readers(compiler: FakeCompiler, tmp_path: Path) -> None:
+    """Two writers and a reader: nobody fails, and nothing is left beside the folder."""
+    out = tmp_path / "k"
+    export_kernels(out, [spec()])
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    def write() -> None:
+        for _ in range(15):
+            export_kernels(out, [spec()])
+
+    def read() -> None:
+        while not done.is_set():
+            assert ExportedKernels.open(out).manifest.kernels
+
+    reader = threading.Thread(target=guarded, args=(read,))
+    writers = [threading.Thread(target=guarded, args=(write,)) for _ in range(2)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert not failed
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".k")] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import logging
 import pickle
 from dataclasses import replace
@@ -152,8 +153,31 @@ def test_leading_dimensions_come_back(module: MegaMoE, seed: int) -> None:
         module(x, experts[:, :1], weights[:, :1])
 
 
-def test_an_unloaded_module_gives_zero(seed: int) -> None:
-    assert not make()(*routed(5, seed)).any()
+def test_an_unloaded_module_gives_zero_and_says_so_once(
+    plain: PlainWeights, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> int:
+        return sum("its weights were never loaded" in r.message for r in caplog.records)
+
+    module = make(name="mine")
+    for _ in range(2):
+        assert not module(*routed(5, seed)).any()
+    assert said() == 1
+    assert "MegaMoE mine computes zeros" in caplog.text
+    by_parts, by_file, own = make(), make(), make()
+    cut = {k: v for k, v in per_expert(plain).items() if k.startswith("3.")}
+    by_parts.load_state_dict(cut, strict=False)
+    by_file.load_checkpoint(under("x.", stacked(plain)), "x")
+    own.load_state_dict(by_file.state_dict())
+    for loaded in (by_parts, by_file, own, copy.deepcopy(own)):
+        assert loaded(*routed(5, seed)).shape == (5, H)
+    assert said() == 1
+    missed = make()
+    missed.load_state_dict({"another.weight": torch.ones(1)}, strict=False)
+    torch.compile(missed, backend="eager", fullgraph=True)(*routed(5, seed))
+    assert said() == 1  # compiled code says nothing
+    missed(*routed(5, seed))
+    assert said() == 2
 
 
 @pytest.mark.parametrize("num_shared", [1, 3])
@@ -451,27 +475,154 @@ def test_from_stacked_experts(plain: PlainWeights, seed: int) -> None:
     assert clamped.activation_clamp == 10.0
 
 
+def on_meta(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).to("meta")
+
+
+def test_sizes_of_the_module_and_weights_of_the_checkpoint(
+    plain: PlainWeights, tmp_path: Path, seed: int
+) -> None:
+    """Of a module on the meta device only shapes and activation are read."""
+    own = shared_mlp(2, seed)
+    tensors = {**under("a.experts.", per_expert(plain)), **under("a.shared.", own)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    wide = [dequantize_blocks(*pair) for pair in ((plain.l1, plain.l1_sf), (plain.l2, plain.l2_sf))]
+    experts = on_meta(Clamped(*wide))
+    mlp = on_meta(Mlp(shared_mlp(2, seed, torch.bfloat16)))
+    wanted = make(num_shared_experts=2)
+    wanted.load_checkpoint(tensors, "a.experts", "a.shared")
+    with pytest.raises(ValueError, match="Mlp does not compute .*It does not clamp"):
+        MegaMoE.from_experts(experts, K, shared_experts=mlp, activation_clamp=10.0, **OPTIONS)
+    plain_experts = on_meta(Experts(*wide))
+    with torch.device("meta"):
+        module = MegaMoE.from_experts(
+            plain_experts,
+            K,
+            checkpoint=tmp_path,
+            prefix="a.experts",
+            shared_experts=mlp,
+            shared_prefix="a.shared",
+            **OPTIONS,
+        )
+    assert equal(module, wanted)
+    routed_only = MegaMoE.from_experts(
+        experts, K, checkpoint=tensors, prefix="a.experts", activation_clamp=10.0, **OPTIONS
+    )
+    assert torch.equal(routed_only.l2_sf, wanted.l2_sf[:E])
+    for options in ({"checkpoint": tensors}, {"prefix": "a"}, {"shared_prefix": "a"}):
+        with pytest.raises(ValueError, match="a prefix says where in a checkpoint the experts are"):
+            MegaMoE.from_experts(plain_experts, K, **options, **OPTIONS)
+    with pytest.raises(ValueError, match="Experts is on the meta device and holds no values: pass"):
+        MegaMoE.from_experts(plain_experts, K, **OPTIONS)
+    with pytest.raises(ValueError, match="no experts under 'b'.*it has, for example, 'a.experts"):
+        MegaMoE.from_experts(plain_experts, K, checkpoint=tensors, prefix="b", **OPTIONS)
+
+
+class GptOss(nn.Module):
+    """Biases, transposed weights, gate and up interleaved, another activation."""
+
+    limit = 7.0
+
+    def __init__(self, biases: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.ones(2, 256, 256))
+        self.down_proj = nn.Parameter(torch.ones(2, 128, 256))
+        if biases:
+            self.gate_up_proj_bias = nn.Parameter(torch.ones(2, 256))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2].clamp(max=7), gate_up[..., 1::2].clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+class LateClamp(Experts):
+    """Clamps behind the activation, as no activation_clamp does."""
+
+    swiglu_limit = 5.0
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate).clamp(max=5.0) * up.clamp(-5.0, 5.0)
+
+
+class SwigluLimit(Clamped):
+    limit = float("inf")
+    swiglu_limit = 12.0
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate.clamp(max=12.0)) * up.clamp(-12.0, 12.0)
+
+
+class HiddenClamp(Experts):
+    limit = 10.0
+
+
+class Unlimited(Experts):
+    limit = float("inf")
+
+
 def test_modules_of_another_kind_are_refused(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn((2, 256, 256), generator=generator)
     down = torch.randn((2, 256, 128), generator=generator)
-    cases: list[tuple[nn.Module, str]] = [
-        (nn.ModuleList([nn.Linear(2, 2)]), "has no stacked gate_up_proj and down_proj"),
-        (Experts(gate_up, down.mT.contiguous()), "are transposed"),
-        (Experts(gate_up, down[:1]), "do not belong together"),
-        (Experts(gate_up, down, nn.GELU()), r"does not compute silu\(gate\) \* up"),
-        (Clamped(gate_up, down), "limit is 10.0: pass activation_clamp=10.0"),
+    no_clamp = r"No activation_clamp makes it so"
+    cases: list[tuple[nn.Module, float | None, str]] = [
+        (nn.ModuleList([nn.Linear(2, 2)]), None, "has no stacked gate_up_proj and down_proj"),
+        (Experts(gate_up, down.mT.contiguous()), None, "are transposed"),
+        (Experts(gate_up, down[:1]), None, "do not belong together"),
+        (Experts(gate_up, down, nn.GELU()), None, rf"does not compute silu\(gate\).*{no_clamp}"),
+        (Experts(gate_up, down, nn.GELU()), 7.0, no_clamp),
+        (Experts(gate_up, down), 7.0, "It does not clamp: leave activation_clamp away"),
+        (Unlimited(gate_up, down), 7.0, "It does not clamp: leave activation_clamp away"),
+        (Clamped(gate_up, down), None, "limit is 10.0: pass activation_clamp=10.0"),
+        (Clamped(gate_up, down), 7.0, "limit is 10.0: pass activation_clamp=10.0"),
+        (SwigluLimit(gate_up, down), None, "limit is 12.0: pass activation_clamp=12.0"),
+        (LateClamp(gate_up, down), None, no_clamp),
+        (LateClamp(gate_up, down), 5.0, no_clamp),
+        (HiddenClamp(gate_up, down), 10.0, "has the limit 10.0 and no _apply_gate"),
+        (GptOss(biases=True), None, "gate_up_proj_bias: experts with biases are not what"),
+        (GptOss(biases=False), 7.0, no_clamp),
     ]
-    for experts, message in cases:
-        with pytest.raises(ValueError, match=message):
-            MegaMoE.from_experts(experts, 1, **OPTIONS)
-    biased = Experts(gate_up, down)
-    biased.gate_up_proj_bias = nn.Parameter(torch.ones(2, 256))
-    with pytest.raises(ValueError, match="experts with biases"):
-        MegaMoE.from_experts(biased, 1, **OPTIONS)
+    for experts, clamp, message in cases:
+        for module in (experts, on_meta(experts)):
+            with pytest.raises(ValueError, match=message):
+                MegaMoE.from_experts(module, 1, activation_clamp=clamp, **OPTIONS)
+    learnt = on_meta(Experts(gate_up, down, nn.PReLU(128)))
+    with pytest.raises(ValueError, match=no_clamp):  # its values are not there to be tried
+        MegaMoE.from_experts(learnt, 1, checkpoint={}, prefix="a", **OPTIONS)
     odd = Mlp({f"{word}_proj.weight": torch.ones(64, 64) for word in ("gate", "up", "down")})
     with pytest.raises(ValueError, match="a multiple of 128 columns beside hidden=256"):
         MegaMoE.from_experts(Experts(gate_up, down), 1, shared_experts=odd, **OPTIONS)
+    assert MegaMoE.from_experts(Unlimited(gate_up, down), 1, **OPTIONS).activation_clamp is None
+
+
+GIVEN_UP = {
+    "gpt_oss.modeling_gpt_oss.GptOssExperts": "proj_bias: experts with biases",
+    "llama4.modeling_llama4.Llama4TextExperts": "are transposed",
+    "gemma4.modeling_gemma4.Gemma4TextExperts": "No activation_clamp makes it so",
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN_UP)
+def test_what_transformers_computes_otherwise_is_refused_for_its_reason(kind: str) -> None:
+    pytest.importorskip("transformers")
+    module_name, _, name = kind.rpartition(".")
+    modeling = importlib.import_module(f"transformers.models.{module_name}")
+    config_name = name.replace("Experts", "Config")
+    config = getattr(modeling, config_name)()
+    for word, size in (
+        ("hidden_size", H),
+        ("intermediate_size", INTER),
+        ("moe_intermediate_size", INTER),
+        ("num_experts", E),
+        ("num_local_experts", E),
+    ):
+        setattr(config, word, size)
+    with torch.device("meta"):
+        experts = getattr(modeling, name)(config)
+    with pytest.raises(ValueError, match=GIVEN_UP[kind]):
+        MegaMoE.from_experts(experts, K, **OPTIONS)
 
 
 def test_transformers_models(seed: int) -> None:
@@ -511,15 +662,16 @@ def no_buffers() -> None:
 
 
 def test_modules_of_a_shape_share_a_buffer(no_buffers: None) -> None:
-    one, other = make(), make(name="other")
+    only = 40  # no other test's: AOT Autograd keeps what it compiled, modules too
+    one, other = make(capacity=only), make(capacity=only, name="other")
     assert one.buffer is other.buffer
     assert make(capacity=32).buffer is not one.buffer
-    assert make(recipe=Recipe(scale="pow2")).buffer is not one.buffer
-    assert make(num_shared_experts=1).buffer is not one.buffer
+    assert make(capacity=only, recipe=Recipe(scale="pow2")).buffer is not one.buffer
+    assert make(capacity=only, num_shared_experts=1).buffer is not one.buffer
     key, problem = one.buffer.key, one.problem
     del one, other
     gc.collect()
-    assert make().buffer.key != key  # nobody held it
+    assert make(capacity=only).buffer.key != key  # nobody held it
     own = ReferenceBuffer(problem, 48, "cpu")
     module = MegaMoE(H, INTER, E, K, buffer=own)
     assert module.buffer is own
@@ -664,7 +816,10 @@ def test_conversions_leave_the_weights_alone(module: MegaMoE, seed: int) -> None
     assert module.l1.dtype == E4M3
     assert all(torch.equal(a, b) for a, b in zip(before, bits(module), strict=True))
     assert torch.equal(module(x, experts, weights), y)
-    with pytest.raises(ValueError, match="MegaMoE on cpu cannot move to meta"):
+    model.to(memory_format=torch.channels_last_3d)
+    model.to_empty(device="cpu")
+    assert torch.equal(module(x, experts, weights), y)
+    with pytest.raises(ValueError, match="cannot move to meta: .* put it into the model after the"):
         model.to("meta")
     with torch.device("meta"):  # as loaders of big models do
         assert make().l1.device.type == "cpu"

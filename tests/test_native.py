@@ -45,7 +45,19 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     path.unlink()
     with pytest.raises(RuntimeError, match="/no/compiler: the C\\+\\+ compiler cannot be started"):
         native.cached_native()
-    assert not list(path.parent.iterdir())
+    assert not list(path.parent.glob("*.so"))
+
+
+@pytest.mark.parametrize("text", [b"", b"half"])
+def test_a_damaged_file_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: bytes
+) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "c++ -O0")
+    path = native.cached_native()
+    path.unlink()
+    path.write_bytes(text)
+    assert tvm_ffi.load_module(str(native.cached_native())).get_function(native.BIND) is not None
 
 
 def test_without_a_compiler_tilelang_encodes(

@@ -64,7 +64,7 @@ def strided(t: torch.Tensor) -> torch.Tensor:
         ),
         (
             {"y": torch.empty(33, 512, dtype=torch.bfloat16)},
-            "y has num_tokens=33 rows, over the buffer's capacity=32",
+            "y has 33 tokens, more than capacity=32 of the buffer",
         ),
         (
             {"y": torch.empty(512, 8, dtype=torch.bfloat16).T},

@@ -245,3 +245,69 @@ def test_a_capture_is_not_held_up(monkeypatch: pytest.MonkeyPatch, capturing: bo
     with pytest.raises(ValueError, match="num_tokens=65"):
         op.prepare(buffer, 65)
     assert len(told) == (not capturing)
+
+
+WARM_UP = (
+    LAUNCH.partition("bad = rank == 1")[0]
+    + """
+bad = rank == 1
+if bad:
+    os.environ["TL_MEGAMOE_KERNEL"] = "fast"
+made = buffer()
+say("variable", lambda: made.warmup(num_shared=None))
+os.environ.pop("TL_MEGAMOE_KERNEL", None)
+os.environ["TL_MEGAMOE_COOPERATIVE_THRESHOLD"] = "100000" if bad else "200"
+made = buffer()
+say("threshold", lambda: made.warmup(num_shared=None))
+os.environ.pop("TL_MEGAMOE_COOPERATIVE_THRESHOLD", None)
+made = buffer()
+say("shared", lambda: made.warmup(num_shared=3 if bad else 0))
+from tl_megamoe import mega_moe
+made = buffer()
+x = torch.zeros(4, 512 if bad else 256, dtype=torch.bfloat16)
+say("input", lambda: mega_moe(x, None, torch.zeros(4, 2).long(), torch.zeros(4, 2), None, made))
+"""
+)
+
+
+def test_warming_up_that_one_rank_refuses(tmp_path: Path) -> None:
+    for said in two_ranks(tmp_path, WARM_UP):
+        assert "TL_MEGAMOE_KERNEL='fast' must be" in said["variable"]
+        assert "would load different kernels" in said["threshold"]
+        assert "rank 1: ValueError: num_shared=3 must be below num_topk=2" in said["shared"]
+        assert said["input"].startswith(("RuntimeError", "ScheduleError")), said["input"]
+
+
+MODULE = """
+from tl_megamoe import MegaMoE, Recipe, sharing
+
+sharing._pick = lambda *_: ("kernel", torch.device("cpu"))
+SymmBuffer.from_process_group = classmethod(lambda *_, **__: 1 / 0)  # nobody gets here
+bad = rank == 1
+sizes = dict(hidden=512, intermediate=256, num_experts=16, top_k=2, group=group, capacity=64)
+
+
+def make(**wrong):
+    return MegaMoE(**{**sizes, **(wrong if bad else {})})
+
+
+say("clamp", lambda: make(activation_clamp=-1.0))
+say("recipe", lambda: make(recipe=(1, 2, 3)))
+say("shared", lambda: make(num_shared_experts=-1))
+say("sizes", lambda: make(hidden=500))
+say("experts", lambda: make(num_experts=15))
+"""
+
+
+def test_a_module_that_one_rank_refuses(tmp_path: Path) -> None:
+    for rank, said in enumerate(two_ranks(tmp_path, MODULE)):
+        for what, message in (
+            ("clamp", "activation_clamp=-1.0 must be a positive number"),
+            ("recipe", "recipe=(1, 2, 3) must be a tl_megamoe.Recipe"),
+            ("shared", "num_shared_experts=-1 must be an integer from 0"),
+            ("sizes", "hidden=500"),
+            ("experts", "num_experts=15"),
+        ):
+            assert message in said[what], said[what]
+            assert said[what].startswith("ValueError")
+            assert rank == 1 or "no rank has a buffer. rank 1: " in said[what]

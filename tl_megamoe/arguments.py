@@ -66,6 +66,62 @@ def check_tensor(
         )
 
 
+def check_capacity(name: str, tokens: int, capacity: int) -> None:
+    """Raise ValueError for more tokens than a buffer is made for."""
+    if tokens > capacity:
+        raise ValueError(
+            f"{name} has {tokens} tokens, more than capacity={capacity} of the buffer. Make the "
+            "buffer with a larger capacity, or split the batch."
+        )
+
+
+def check_tokens(x: Any, hidden: int, capacity: int) -> int:
+    """The number of tokens of activations that fit a buffer.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.shape[1] != hidden:
+        found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"x must have shape (tokens, hidden={hidden}), found {found}")
+    tokens = int(x.shape[0])
+    check_capacity("x", tokens, capacity)
+    return tokens
+
+
+def check_input(
+    name: str,
+    value: Any,
+    shape: tuple[int, int],
+    columns: str,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    advice: str = "",
+) -> None:
+    """Raise ValueError unless an input has a row a token, and dtype and device fit.
+
+    Args:
+        name, value: the input.
+        shape: (tokens, columns).
+        columns: what the columns are.
+        dtypes: any of them.
+        device: of the buffer.
+        advice: what to do about another dtype.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, found {type(value).__name__}")
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"{name} of shape {tuple(value.shape)} must be (tokens, {columns}) = {shape}; tokens "
+            "is the number of rows of x"
+        )
+    if value.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} of dtype {value.dtype} must be {expected}{advice}")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}, the buffer on {device}")
+
+
 def check_y(y: Any, buffer: BufferLike) -> int:
     """The number of tokens of an output that fits the buffer.
 
@@ -76,11 +132,7 @@ def check_y(y: Any, buffer: BufferLike) -> int:
         found = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
         raise ValueError(f"y must be a (num_tokens, hidden) tensor, found {found}")
     num_tokens = int(y.shape[0])
-    if num_tokens > buffer.capacity:
-        raise ValueError(
-            f"y has num_tokens={num_tokens} rows, over the buffer's capacity={buffer.capacity}. "
-            "Make the buffer with a larger capacity, or split the batch."
-        )
+    check_capacity("y", num_tokens, buffer.capacity)
     check_tensor("y", y, (num_tokens, buffer.problem.hidden), torch.bfloat16, buffer)
     return num_tokens
 

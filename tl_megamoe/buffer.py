@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from .arguments import check_grad
+from .arguments import check_grad, check_input, check_tokens
 from .exported import ExportedKernels
 from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card
 from .launch import Launcher
 from .layout import LINE, Layout, make_layout
-from .problem import SCALE_BLOCK, Problem
+from .problem import Problem
 from .recipe import RecipeLike, as_recipe
 from .registry import register
 from .scaling import E4M3, E4M3_NAN_CODE
@@ -284,7 +285,8 @@ class SymmBuffer:
             if section.name in INPUTS:
                 # A storage of its own over the same memory: torch.compile refuses code that writes
                 # to views of one storage with different dtypes, which these would be.
-                part = from_dlpack(part)
+                with torch.cuda.device(raw.device) if raw.is_cuda else nullcontext():
+                    part = from_dlpack(part)
             setattr(self, section.name, part.view(_DTYPES[section.dtype]).view(section.shape))
         blocks = layout.max_pool_blocks
         self.expert_recv_count_sum = self._counter(
@@ -297,7 +299,7 @@ class SymmBuffer:
         self.combine_signal = self._counter("combine_signal", LINE)
         self.peers = torch.tensor(list(peers), dtype=torch.int64, device=self.device)
         on_gpu = self.device.type == "cuda"
-        self.report = torch.zeros(REPORT_LENGTH, dtype=torch.int32, pin_memory=on_gpu)
+        self.report = torch.zeros(REPORT_LENGTH, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self.topk_idx.fill_(-1)
         self.device_name = torch.cuda.get_device_name(self.device) if on_gpu else "cpu"
         if num_sms is None and on_gpu:
@@ -309,7 +311,7 @@ class SymmBuffer:
         self.launcher = Launcher(
             self.recv_stats, (self.x, self.x_sf, self.topk_idx, self.topk_weights)
         )
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.key = register(self)
 
     def _counter(self, name: str, length: int) -> Tensor:
@@ -462,32 +464,17 @@ def copy_inputs(
 ) -> int:
     """`SymmBuffer.fill`, of anything that has its inputs. Rows that are there are not copied."""
     p = buffer.problem
-    if x.dim() != 2:
-        raise ValueError(f"x of shape {tuple(x.shape)} must be (tokens, hidden={p.hidden})")
-    tokens = x.shape[0]
-    if tokens > buffer.capacity:
-        raise ValueError(
-            f"x has {tokens} tokens, more than capacity={buffer.capacity} of the buffer. Make "
-            "the buffer with a larger capacity or split the batch."
-        )
-    groups = p.hidden // SCALE_BLOCK
+    tokens = check_tokens(x, p.hidden, buffer.capacity)
     arguments = (
-        ("x", x, buffer.x, p.hidden, "hidden"),
-        ("x_sf", x_sf, buffer.x_sf, groups, "hidden/128"),
-        ("topk_idx", topk_idx, buffer.topk_idx, p.num_topk, "num_topk"),
-        ("topk_weights", topk_weights, buffer.topk_weights, p.num_topk, "num_topk"),
+        ("x", x, buffer.x, "hidden"),
+        ("x_sf", x_sf, buffer.x_sf, "hidden/128"),
+        ("topk_idx", topk_idx, buffer.topk_idx, "num_topk"),
+        ("topk_weights", topk_weights, buffer.topk_weights, "num_topk"),
     )
-    for name, value, target, columns, what in arguments:
-        if tuple(value.shape) != (tokens, columns):
-            raise ValueError(
-                f"{name} of shape {tuple(value.shape)} must be (tokens, {what}) = "
-                f"{(tokens, columns)}; tokens is the number of rows of x"
-            )
-        if value.dtype != target.dtype:
-            raise ValueError(f"{name} of dtype {value.dtype} must be {target.dtype}")
-        if value.device != buffer.device:
-            raise ValueError(f"{name} is on {value.device}, the buffer on {buffer.device}")
-    for _, value, target, _, _ in arguments:
+    for name, value, target, columns in arguments:
+        shape = (tokens, target.shape[1])
+        check_input(name, value, shape, columns, (target.dtype,), buffer.device)
+    for _, value, target, _ in arguments:
         if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
             target[:tokens].copy_(value)
     return tokens

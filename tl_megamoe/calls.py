@@ -6,7 +6,6 @@ launched after a few comparisons; everything else is checked in full first.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +26,22 @@ from .reference_buffer import ReferenceBuffer
 from .weights import MoEWeights
 
 Buffer = SymmBuffer | ReferenceBuffer
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a call with this tensor must be an operator: something looks at operators only.
+
+    That is Dynamo, a tensor subclass (a FakeTensor has no memory to launch on), a dispatch mode, a
+    transform of torch.func, or a tracer, all of this thread: `torch.compiler.is_compiling()` is
+    also true while another thread compiles.
+    """
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or (type(x) is not torch.Tensor and isinstance(x, torch.Tensor))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def run(
@@ -68,6 +83,7 @@ def run(
         known = False  # new, or wrong: which of the two is found out below
     if not known:
         if isinstance(sym_buffer, ReferenceBuffer):
+            sym_buffer.launcher.enter_stream()
             num_tokens = _check_call(y, l1_weights, l2_weights, sym_buffer, stats, activation)
             given = MoEWeights(l1=l1_weights, l2=l2_weights)
             sym_buffer.compute(y, given, num_tokens, stats, Options(*options))
@@ -161,6 +177,7 @@ def bring_in(
             )
         return sym_buffer.fill(x, x_sf, topk_idx, topk_weights)
     if isinstance(sym_buffer, ReferenceBuffer):
+        sym_buffer.launcher.enter_stream()
         return sym_buffer.quantize(x, topk_idx, topk_weights, num_shared)
     check_kernel_buffer(sym_buffer)
     kernel = sym_buffer.quantizers.get(num_shared)
@@ -168,7 +185,7 @@ def bring_in(
         if not may_load:
             raise NotLoadedError(
                 f"the kernel that quantises activations with num_shared={num_shared} is not "
-                "loaded, and a call from model code never compiles. BoundLaunch "
+                "loaded, and a call from model code never compiles. Call "
                 f"sym_buffer.warmup(num_shared={num_shared}) on every rank before the first "
                 "forward."
             )
@@ -184,18 +201,20 @@ def load_quantizer(sym_buffer: SymmBuffer, num_shared: int) -> QuantizeKernel:
     All ranks of a process group call it: it returns, or raises, when all of them are done.
     """
     check_kernel_buffer(sym_buffer)
-    spec = QuantizeSpec.of(sym_buffer.problem, sym_buffer.capacity, sym_buffer.recipe, num_shared)
-    if sym_buffer.device.type != "cuda":
-        raise ValueError(
-            f"sym_buffer is on {sym_buffer.device}: the kernel that quantises needs an SM90 GPU. "
-            "Use a ReferenceBuffer elsewhere."
-        )
-    exported = sym_buffer.exported
-    load = partial(compile_quantize if exported is None else exported.quantize, spec)
-    kernel = (
-        load() if not has_peers(sym_buffer) else in_step(load, sym_buffer.group, sym_buffer.device)
-    )
-    sym_buffer.quantizers[num_shared] = kernel
+    b = sym_buffer
+
+    def load() -> QuantizeKernel:
+        spec = QuantizeSpec.of(b.problem, b.capacity, b.recipe, num_shared)
+        if b.device.type != "cuda":
+            raise ValueError(
+                f"sym_buffer is on {b.device}: the kernel that quantises needs an SM90 GPU. Use a "
+                "ReferenceBuffer elsewhere."
+            )
+        return compile_quantize(spec) if b.exported is None else b.exported.quantize(spec)
+
+    with b.lock:
+        kernel = in_step(load, b.group, b.device) if has_peers(b) else load()
+        b.quantizers[num_shared] = kernel
     return kernel
 
 

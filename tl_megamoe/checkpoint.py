@@ -376,7 +376,10 @@ def refuse_biases(names: Collection[str], base: str) -> None:
     pattern = re.compile(rf"{re.escape(base)}(\d+\.)?({words})[._]bias")
     biases = sorted(name for name in names if pattern.fullmatch(name))
     if biases:
-        raise ValueError(f"{biases[0]}: experts with biases are not what this layer computes")
+        raise ValueError(
+            f"{biases[0]}: experts with biases are not what this layer computes. Leave them to the "
+            "model."
+        )
 
 
 def refuse_gate(names: Collection[str], shared: str) -> None:

@@ -12,11 +12,13 @@ The modules hold native code that runs in the process: open only folders that yo
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +45,9 @@ from .shared_experts import without_shared
 if TYPE_CHECKING:
     from .quantize import QuantizeKernel, QuantizeSpec
 
+LOOKS = 3
+LOOK_AGAIN_S = 0.02
+"""A folder that is being replaced is not there for a moment."""
 OnKernel = Callable[[int, int, str], None]
 """Called with a kernel's number, how many there are, and its file name."""
 
@@ -150,19 +155,24 @@ def _compiled(spec: KernelSpec | QuantizeSpec) -> Any:
 
 
 def _install(folder: Path, out: Path) -> None:
-    """Put a folder in the place of another, or of none."""
-    if not out.exists() or not any(out.iterdir()):
-        os.rename(folder, out)
-        return
-    # A name of its own: the old folder goes with whatever it holds, but only by way of a rename.
-    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    os.rename(out, aside)
+    """Put a folder in the place of another, or of none; one writer at a time."""
+    parent = os.open(out.parent, os.O_RDONLY)
     try:
-        os.rename(folder, out)
-    except BaseException:
-        os.rename(aside, out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+        fcntl.flock(parent, fcntl.LOCK_EX)
+        if not out.exists() or not any(out.iterdir()):
+            os.rename(folder, out)
+            return
+        # A name of its own: the old folder goes with whatever it holds, but only by a rename.
+        aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+        os.rename(out, aside)
+        try:
+            os.rename(folder, out)  # between the two there is no folder: `open` looks again
+        except BaseException:
+            os.rename(aside, out)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        os.close(parent)
 
 
 # ---- load
@@ -209,6 +219,10 @@ class ExportedKernels:
                 from other kernel code; the message names the command that makes a new one.
         """
         folder = Path(folder).resolve()
+        for _ in range(LOOKS - 1):
+            if (folder / MANIFEST).exists():
+                break
+            time.sleep(LOOK_AGAIN_S)
         return cls(folder, read_manifest(folder))
 
     def fused(self, spec: KernelSpec) -> CompiledKernel:

@@ -1,8 +1,8 @@
-"""Launches that cost the host little: everything but the output and the tokens stays in place.
+"""Launches that cost the host little: everything but counts, output and tokens stays in place.
 
 `CompiledKernel.launch` converts fourteen tensors and passes tilelang's Python wrapper in every
-call, 13.9 us of host time; the kernel's own TVM-FFI function, called with tensors that were
-converted once, takes 6.3 us, most of it six TMA descriptors and CUDA's launch (H200, 2026-11-29).
+call. Here the kernel's own TVM-FFI function is called with tensors that were converted once, by a
+function that holds them (native.py). `tl-megamoe host` times both; results/README.md has numbers.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ class Launcher:
         self._stats: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._bound: dict[Hashable, BoundKernel] = {}
         self._stream: int | None = None
+        self.enter_stream()  # that on which the buffer is zeroed
 
     def enter_stream(self) -> None:
         """Let what comes on the current stream wait for the launches before it on another one.

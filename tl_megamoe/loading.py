@@ -15,7 +15,7 @@ import torch
 
 from .arguments import RecipeLike, check_bound, check_clamp, check_recipe
 from .buffer import SymmBuffer
-from .handshake import load_together, refuse_together
+from .handshake import differing, gather, in_step, load_together, refuse_together
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
 from .schedule import Schedule, ScheduleError
 from .selection import schedule_intervals
@@ -100,7 +100,7 @@ def prepare_launch(
         key = _kernel_key(sym_buffer, num_tokens, options)
     except Exception as error:
         if may_load:  # else nobody waits
-            _tell_peers(sym_buffer, error, options)
+            tell_peers(sym_buffer, error, options)
         raise
     kernel = sym_buffer.kernels.get(key)
     if kernel is None:
@@ -130,7 +130,10 @@ def warm_up(
     sym_buffer: SymmBuffer, *, activation_clamp: bool, fast_math: bool
 ) -> list[tuple[int, Schedule]]:
     """Load the kernel of every schedule that a token bound can choose; see `SymmBuffer.warmup`."""
-    intervals = _intervals(sym_buffer, None)
+    if has_peers(sym_buffer):
+        intervals = _agree_on_intervals(sym_buffer)
+    else:
+        intervals = _intervals(sym_buffer, None)
     for _, schedule in intervals:
         key = (schedule, activation_clamp, fast_math)
         if key not in sym_buffer.kernels:
@@ -138,12 +141,29 @@ def warm_up(
     return intervals
 
 
+def _agree_on_intervals(sym_buffer: SymmBuffer) -> list[tuple[int, Schedule]]:
+    """`_intervals`, the same on all ranks: else some would wait for a kernel that others lack."""
+    group, device = sym_buffer.group, sym_buffer.device
+    intervals = in_step(lambda: _intervals(sym_buffer, None), group, device)
+    names = [f"{schedule.name} to {end} tokens" for end, schedule in intervals]
+    found = differing(gather({"schedules": names}, group, device))
+    if found:
+        raise ScheduleError(
+            f"the ranks would load different kernels: {found}. Set the TL_MEGAMOE_ variables alike "
+            "on every rank, and install one version of the frozen schedules."
+        )
+    return intervals
+
+
 def _load(sym_buffer: SymmBuffer, key: KernelKey) -> CompiledKernel:
-    if has_peers(sym_buffer):
-        kernel = _load_together(sym_buffer, *key)
-    else:
-        kernel = _get_kernel(sym_buffer, _spec(sym_buffer, *key))
-    sym_buffer.kernels[key] = kernel
+    with sym_buffer.lock:  # threads that need one kernel load it once
+        kernel = sym_buffer.kernels.get(key)
+        if kernel is None:
+            if has_peers(sym_buffer):
+                kernel = _load_together(sym_buffer, *key)
+            else:
+                kernel = _get_kernel(sym_buffer, _spec(sym_buffer, *key))
+            sym_buffer.kernels[key] = kernel
     return kernel
 
 
@@ -200,19 +220,31 @@ def has_peers(sym_buffer: SymmBuffer) -> bool:
     return sym_buffer.group is not None and sym_buffer.problem.num_ranks > 1
 
 
-def _tell_peers(sym_buffer: SymmBuffer, error: Exception, options: Options) -> None:
+def tell_peers(
+    sym_buffer: Any, error: Exception, options: Options, *, quantizes: bool = False
+) -> None:
     """Raise `error` on all ranks where they wait for this one to load a kernel; else return.
 
     All ranks hold the same kernels. So whether the others load one follows from the options, and
     where these are what is wrong here, from whether this is the first call of all.
+
+    Args:
+        sym_buffer: of the call.
+        error: what is wrong with it.
+        options: what the ranks have alike.
+        quantizes: whether the call also needs the kernel that quantises, without shared experts.
     """
-    if not has_peers(sym_buffer) or torch.cuda.is_current_stream_capturing():
+    if (
+        not isinstance(sym_buffer, SymmBuffer)
+        or not has_peers(sym_buffer)
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return
     try:
         loaded = _kernel_key(sym_buffer, 0, options) in sym_buffer.kernels
     except Exception:
         loaded = bool(sym_buffer.kernels)
-    if not loaded:
+    if not loaded or (quantizes and 0 not in sym_buffer.quantizers):
         refuse_together(error, sym_buffer.group, sym_buffer.device)
 
 
@@ -250,7 +282,7 @@ def _load_together(
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the kernel of {chosen.name} is not loaded, and to load it is a collective call, "
-            "which a CUDA graph cannot capture. Call tl_megamoe.op.prepare on every rank before."
+            "which a CUDA graph cannot capture. Call tl_megamoe.prepare on every rank before."
         )
     choice: dict[str, Any] = {
         **chosen.to_dict(),

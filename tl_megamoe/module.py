@@ -6,6 +6,7 @@ one, and one of them runs at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -20,14 +21,24 @@ from .arguments import check_clamp, weight_shapes
 from .calls import Buffer
 from .checkpoint import SHARED_WORDS, TiledTarget, place, plan_experts, plan_shared
 from .problem import Problem
-from .recipe import RecipeLike, as_recipe
+from .recipe import RecipeLike
 from .scaling import E4M3
 from .shared_experts import with_shared
-from .sharing import BufferOptions, backend_of, check_buffer, find_buffer, rank_in
+from .sharing import (
+    BufferOptions,
+    backend_of,
+    check_buffer,
+    find_buffer,
+    rank_in,
+    rank_of,
+    tell_ranks,
+)
 from .sources import Source, open_source
 from .stacked import check_activation, module_tensors, num_shared, stacked_sizes
 from .state import load_state
 from .weights import MoEWeights
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_NAMES = ("l1", "l1_sf", "l2", "l2_sf")
 
@@ -37,9 +48,10 @@ class MegaMoE(nn.Module):
 
     The router stays outside: `forward` takes what it chose. Inference only: the op has no backward,
     and refuses inputs that require a gradient. Weights are buffers in the form that the kernel
-    reads (`transform_weights`), zero until they are loaded, and loaded where they are: CUDA graphs
-    and compiled code stay valid. They stay on the device and in the dtypes they were made with;
-    `.to(dtype)` and `.half()` leave them alone, and a move to another device is refused.
+    reads (`transform_weights`), zero until they are loaded, of which the first forward warns, and
+    loaded where they are: CUDA graphs and compiled code stay valid. They stay on the device and in
+    the dtypes they were made with: `.to(dtype)` and `.half()` leave them alone, and a move to
+    another device is refused.
 
     `load_state_dict` reads, under the module's prefix, its own four tensors (this rank's), or those
     of a model: `[experts.]<n>.gate_proj.weight` and the other names of `load_experts`, n counting
@@ -120,37 +132,37 @@ class MegaMoE(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        check_clamp(activation_clamp)
         asked = BufferOptions(
             group=group,
             capacity=capacity,
-            recipe=None if recipe is None else as_recipe(recipe),
+            recipe=recipe,
             backend=backend,
             device=device,
             timeout_s=timeout_s,
             kernels=kernels,
         )
-        if buffer is None:
-            num_ranks, self.rank = rank_in(group)
-        else:
-            backend_of(buffer)
-            num_ranks, self.rank = buffer.problem.num_ranks, buffer.rank
-        self.routed = Problem(
-            name=name or f"moe-{hidden}-{intermediate}-{num_experts}-{top_k}",
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=num_experts,
-            num_topk=top_k,
-            num_ranks=num_ranks,
-        )
-        self.problem = with_shared(self.routed, num_shared_experts)
+        try:
+            check_clamp(activation_clamp)
+            num_ranks, self.rank = rank_in(group) if buffer is None else rank_of(buffer)
+            self.routed = Problem(
+                name=name or f"moe-{hidden}-{intermediate}-{num_experts}-{top_k}",
+                hidden=hidden,
+                intermediate=intermediate,
+                num_experts=num_experts,
+                num_topk=top_k,
+                num_ranks=num_ranks,
+            )
+            self.problem = with_shared(self.routed, num_shared_experts)
+            if buffer is not None:
+                check_buffer(buffer, self.problem, asked)
+        except Exception as error:
+            tell_ranks(error, group, buffer)
+            raise
         self.num_shared_experts = num_shared_experts
         self.activation_clamp = None if activation_clamp is None else float(activation_clamp)
         self.fast_math = bool(fast_math)
         if buffer is None:
             buffer = find_buffer(self.problem, asked)
-        else:
-            check_buffer(buffer, self.problem, asked)
         self.buffer, self.backend = buffer, backend_of(buffer)
         buffer.warmup(
             activation_clamp=activation_clamp is not None,
@@ -158,6 +170,7 @@ class MegaMoE(nn.Module):
             num_shared=num_shared_experts,
         )
         self._key = str(self.buffer.key)  # a constant of compiled code
+        self._loaded = False
         shapes = weight_shapes(self.problem)
         for word in ("l1", "l2"):
             codes, scales = shapes[f"{word}_weights"]
@@ -208,7 +221,9 @@ class MegaMoE(nn.Module):
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, token_bound: int | None
     ) -> Tensor:
         """`forward` of flat tokens: the operator where it is traced, else what it calls."""
-        if not torch.compiler.is_compiling():
+        if not calls.is_traced(x):
+            if not self._loaded:
+                self._say_unloaded()
             options = (None, self.activation_clamp, self.fast_math, token_bound, None, None)
             return calls.forward(
                 x,
@@ -236,6 +251,15 @@ class MegaMoE(nn.Module):
             self.fast_math,
         )
         return y
+
+    def _say_unloaded(self) -> None:
+        """Warn, once: zeros look like a layer whose tokens have no routes."""
+        self._loaded = True
+        logger.warning(
+            "MegaMoE %s computes zeros: its weights were never loaded. Call load_checkpoint or "
+            "load_state_dict before the first forward.",
+            self.routed.name,
+        )
 
     @property
     def weights(self) -> MoEWeights:
@@ -301,6 +325,7 @@ class MegaMoE(nn.Module):
             with torch.no_grad():
                 for piece in pieces:
                     place(source, piece, target)
+        self._loaded = True
         return self
 
     @classmethod
@@ -309,27 +334,43 @@ class MegaMoE(nn.Module):
         experts: nn.Module,
         top_k: int,
         *,
+        checkpoint: Path | str | Mapping[str, Tensor] | None = None,
+        prefix: str | None = None,
         shared_experts: nn.Module | None = None,
+        shared_prefix: str | None = None,
         **options: Any,
     ) -> MegaMoE:
-        """A layer with the sizes and weights of a stacked experts module of transformers 5.
+        """A layer in place of a stacked experts module of transformers 5.
+
+        Sizes and activation are those of the module, which is refused where the layer computes
+        something else. So are the weights, unless a checkpoint is given: then of the module only
+        shapes are read, and it may be on the meta device.
 
         Args:
             experts: has `gate_up_proj` (num_experts, 2*intermediate, hidden), gate rows first, and
                 `down_proj` (num_experts, hidden, intermediate), of all ranks' experts; FP8 with
                 `_scale_inv` tensors, or wider and then quantised.
             top_k: routes of a token.
+            checkpoint, prefix: of the weights, as for `load_checkpoint`; both or neither.
             shared_experts: has `gate_proj`, `up_proj` and `down_proj` linears, whose intermediate
                 is a multiple of the experts': so many shared experts it is.
+            shared_prefix: theirs in the checkpoint, as for `load_checkpoint`.
             **options: those of `MegaMoE` but the sizes and `num_shared_experts`.
 
         Raises:
             ValueError: the module is of another kind: other tensors, transposed ones, biases,
-                another activation; or as `MegaMoE`.
+                another activation; it holds no values and no checkpoint is given; or as `MegaMoE`
+                and `load_checkpoint`.
         """
-        hidden, intermediate, num_experts = stacked_sizes(experts)
+        if (checkpoint is None) != (prefix is None) or (prefix is None and shared_prefix):
+            raise ValueError(
+                f"checkpoint={checkpoint!r}, prefix={prefix!r} and shared_prefix={shared_prefix!r}"
+                ": a prefix says where in a checkpoint the experts are. Pass both, or neither to "
+                "take the weights of the module."
+            )
         clamp = options.get("activation_clamp")
-        check_activation(experts, clamp)
+        check_clamp(clamp)
+        hidden, intermediate, num_experts = stacked_sizes(experts, clamp)
         tensors = {f"experts.{k}": v for k, v in module_tensors(experts).items()}
         shared = 0
         if shared_experts is not None:
@@ -337,8 +378,15 @@ class MegaMoE(nn.Module):
             check_activation(shared_experts, clamp)
             held = module_tensors(shared_experts)
             tensors |= {f"{SHARED_WORDS[0]}.{k}": v for k, v in held.items()}
+        if checkpoint is None and any(t.is_meta for t in tensors.values()):
+            raise ValueError(
+                f"{type(experts).__name__} is on the meta device and holds no values: pass the "
+                "checkpoint and prefix that do, or load the model first"
+            )
         layer = cls(hidden, intermediate, num_experts, top_k, num_shared_experts=shared, **options)
-        return layer.load_checkpoint(tensors, "experts")
+        if checkpoint is None or prefix is None:
+            return layer.load_checkpoint(tensors, "experts")
+        return layer.load_checkpoint(checkpoint, prefix, shared_prefix)
 
     def _load_from_state_dict(
         self,
@@ -375,26 +423,26 @@ class MegaMoE(nn.Module):
             known = report.known
             missing_keys += report.missing
             error_msgs += report.errors
+        self._loaded = self._loaded or bool(known)
         if strict:
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
 
     # ---- what a module can do that this one cannot, or does in its own way
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MegaMoE:
-        # Asked with empty tensors: a conversion of the real ones would take gigabytes.
-        same = True
-        for word in WEIGHT_NAMES:
-            held = getattr(self, word)
-            probe = fn(torch.empty(0, dtype=held.dtype, device=held.device))
-            if probe.device != held.device:
-                raise ValueError(
-                    f"MegaMoE on {held.device} cannot move to {probe.device}: its buffer and its "
-                    f"kernels are on {held.device}. Make the module with "
-                    f"device={str(probe.device)!r}."
-                )
-            same = same and probe.dtype == held.dtype
-        if same:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # The weights stay as they are: to(dtype) would make other numbers of their codes, to_empty
+        # lose them, a memory format move them from under the kernel. A move cannot be left undone.
+        probe = fn(torch.empty(0, dtype=torch.float32, device=self.device))
+        if probe.device != self.l1.device:
+            advice = (
+                f"Make the module with device={str(probe.device)!r}."
+                if probe.device.type in ("cuda", "cpu")
+                else "It lives on a CUDA device or the CPU: put it into the model after the move."
+            )
+            raise ValueError(
+                f"MegaMoE on {self.device} cannot move to {probe.device}: its buffer and its "
+                f"kernels are on {self.device}. {advice}"
+            )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:

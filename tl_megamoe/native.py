@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -171,8 +172,8 @@ def build_native(path: Path) -> None:
     Raises:
         RuntimeError: there is no C++ compiler, or it failed; the message holds its output.
     """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
+    asked = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if asked is None:
         raise RuntimeError(
             "there is no C++ compiler (c++ or g++ on the PATH, or CXX) to compile a part of every "
             "launch with"
@@ -181,13 +182,13 @@ def build_native(path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".native-", dir=path.parent) as folder:
         source, module = Path(folder) / "native.cc", Path(folder) / "native.so"
         source.write_text(SOURCE, encoding="utf-8")
-        command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC"]
+        command = [*shlex.split(asked), "-std=c++17", "-O2", "-shared", "-fPIC"]
         command += [f"-I{folder}" for folder in _include_folders()]
         command += ["-o", str(module), str(source), "-ldl"]
         try:
             run = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            raise RuntimeError(f"{compiler}: the C++ compiler cannot be started: {error}") from None
+            raise RuntimeError(f"{asked}: the C++ compiler cannot be started: {error}") from None
         if run.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {run.stderr[-2000:]}")
         module.replace(path)
@@ -200,15 +201,23 @@ def _include_folders() -> set[str]:
 
 
 def cached_native() -> Path:
-    """The module in tilelang's cache folder, compiled if it is not there.
+    """The module in tilelang's cache folder, compiled if it is not there or not whole.
 
     Raises:
         RuntimeError: as `build_native`.
         OSError: the cache folder cannot be written.
     """
     path = cache_root() / "tl_megamoe" / f"native-{source_digest()}.so"
-    if not path.is_file():
-        build_native(path)
+    checksum = path.with_suffix(".sha256")
+    try:
+        if checksum.read_text() == hashlib.sha256(path.read_bytes()).hexdigest():
+            return path
+    except (OSError, UnicodeDecodeError):
+        pass  # not there yet, or half of it
+    build_native(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(hashlib.sha256(path.read_bytes()).hexdigest())
+    os.replace(file.name, checksum)
     return path
 
 

@@ -20,7 +20,8 @@ import torch
 from . import library
 from .arguments import RecipeLike, WeightPair
 from .arguments import weight_shapes as weight_shapes
-from .calls import Buffer, bring_in, run
+from .calls import Buffer, bring_in, is_traced, run
+from .loading import Options, tell_peers
 from .loading import prepare as prepare
 from .schedule import Schedule
 from .weights import MoEWeights
@@ -78,7 +79,7 @@ def fp8_mega_moe(
     """
     options = (recipe, activation_clamp, fast_math, token_bound, schedule, math_mode)
     stats = cumulative_local_expert_recv_stats
-    if torch.compiler.is_compiling():
+    if is_traced(y):
         library.trace_launch(y, l1_weights, l2_weights, sym_buffer, stats, activation, options)
     else:
         run(y, l1_weights, l2_weights, sym_buffer, stats, activation, options)
@@ -184,12 +185,19 @@ def mega_moe(
     Raises:
         ValueError: as `SymmBuffer.fill`, `SymmBuffer.quantize` and `fp8_mega_moe`.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return library.trace_mega_moe(
             x, x_sf, topk_idx, topk_weights, weights, sym_buffer, **options
         )
+    stats = options.pop("cumulative_local_expert_recv_stats", None)
+    activation = options.pop("activation", "swiglu")
+    chosen = Options(**options)
     with sym_buffer.lock:
-        bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights)
+        try:
+            bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights)
+        except Exception as error:
+            tell_peers(sym_buffer, error, chosen, quantizes=x_sf is None)
+            raise
         y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        fp8_mega_moe(y, weights.l1, weights.l2, sym_buffer, **options)
+        run(y, weights.l1, weights.l2, sym_buffer, stats, activation, chosen)
     return y

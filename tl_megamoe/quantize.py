@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .arguments import check_input, check_tokens
 from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe
 from .scaling import E4M3, E4M3_NAN_CODE, quantize_rows
@@ -230,35 +231,16 @@ def check_activations(
     Raises:
         ValueError: as `QuantizeKernel.launch`.
     """
-    device = buffer.device
-    if x.dim() != 2 or x.shape[1] != spec.hidden:
-        raise ValueError(
-            f"x of shape {tuple(x.shape)} must be (tokens, hidden={spec.hidden}): flatten "
-            "leading dimensions"
-        )
-    tokens = x.shape[0]
-    if tokens > spec.capacity:
-        raise ValueError(
-            f"x has {tokens} tokens, more than capacity={spec.capacity} of the buffer. Make "
-            "the buffer with a larger capacity or split the batch."
-        )
-    for name, value, columns, dtypes in (
-        ("x", x, spec.hidden, (torch.bfloat16,)),
-        ("topk_idx", topk_idx, spec.top_k, INDEX_DTYPES),
-        ("topk_weights", topk_weights, spec.top_k, WEIGHT_DTYPES),
+    tokens = check_tokens(x, spec.hidden, spec.capacity)
+    routes = "top_k" if not spec.num_shared else f"top_k without the {spec.num_shared} shared"
+    advice = ": load the model with dtype=torch.bfloat16"
+    for name, value, columns, what, dtypes in (
+        ("x", x, spec.hidden, "hidden", (torch.bfloat16,)),
+        ("topk_idx", topk_idx, spec.top_k, routes, INDEX_DTYPES),
+        ("topk_weights", topk_weights, spec.top_k, routes, WEIGHT_DTYPES),
     ):
-        if value.shape != (tokens, columns):
-            raise ValueError(
-                f"{name} of shape {tuple(value.shape)} must be (tokens, top_k) = "
-                f"{(tokens, columns)}; tokens is the number of rows of x, and the "
-                f"{spec.num_shared} shared experts have no column"
-            )
-        if value.dtype not in dtypes:
-            expected = " or ".join(str(dtype) for dtype in dtypes)
-            advice = "" if name != "x" else ": load the model with dtype=torch.bfloat16"
-            raise ValueError(f"{name} of dtype {value.dtype} must be {expected}{advice}")
-        if value.device != device:
-            raise ValueError(f"{name} is on {value.device}, the buffer on {device}")
+        shape = (tokens, columns)
+        check_input(name, value, shape, what, dtypes, buffer.device, advice * (name == "x"))
     apart = x.stride(0) * x.element_size() if tokens > 1 else 0
     if tokens and (x.stride(1) != 1 or apart % ROW_BYTES or x.data_ptr() % ROW_BYTES):
         raise ValueError(

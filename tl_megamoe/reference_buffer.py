@@ -81,7 +81,7 @@ class ReferenceBuffer:
         self.x, self.x_sf = section("x"), section("x_sf")
         self.topk_idx, self.topk_weights = section("topk_idx").fill_(-1), section("topk_weights")
         self.recv_stats = section("recv_stats")
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.launcher = Launcher(
             self.recv_stats, (self.x, self.x_sf, self.topk_idx, self.topk_weights)
         )  # which never learns a launch

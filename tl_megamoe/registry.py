@@ -14,9 +14,12 @@ def register(buffer: Any) -> str:
     """Name a buffer, for as long as it lives.
 
     Processes that make the same buffers in the same order give them the same names, so that graphs
-    which one of them compiled are found in another's cache.
+    which one of them compiled are found in another's cache; a graph that was exported for a buffer
+    of other sizes, capacity, recipe or kind finds no buffer.
     """
-    key = f"{buffer.problem.name}:{next(_numbers)}"
+    kind = type(buffer).__name__
+    sizes = "-".join(map(str, buffer.problem.key().values()))
+    key = f"{kind}:{sizes}:{buffer.capacity}:{buffer.recipe}:{next(_numbers)}"
     _BUFFERS[key] = weakref.ref(buffer, lambda _: _BUFFERS.pop(key, None))
     return key
 

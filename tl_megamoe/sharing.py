@@ -13,9 +13,10 @@ import torch
 
 from .buffer import SymmBuffer, check_timeout, pick_device
 from .calls import Buffer
-from .handshake import bare_card, gather
+from .handshake import bare_card, gather, refuse_together
+from .loading import has_peers
 from .problem import Problem
-from .recipe import Recipe
+from .recipe import Recipe, RecipeLike, as_recipe
 from .reference_buffer import ReferenceBuffer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class BufferOptions:
     Attributes:
         group: process group.
         capacity: the most tokens of a call.
-        recipe: numeric recipe.
+        recipe: numeric recipe, or one of DeepGEMM's tuples.
         backend: one of `BACKENDS`.
         device: of weights and buffer.
         timeout_s: bound of every wait.
@@ -58,7 +59,7 @@ class BufferOptions:
 
     group: Any
     capacity: int | None
-    recipe: Recipe | None
+    recipe: RecipeLike
     backend: str
     device: torch.device | str | None
     timeout_s: float | None
@@ -87,6 +88,36 @@ def rank_in(group: Any) -> tuple[int, int]:
             "this process is not in the process group: make the module on the ranks of its group"
         )
     return dist.get_world_size(group), rank
+
+
+def rank_of(buffer: Any) -> tuple[int, int]:
+    """Ranks of a buffer's layer, and whose buffer it is.
+
+    Raises:
+        ValueError: it is no buffer.
+    """
+    backend_of(buffer)
+    return buffer.problem.num_ranks, buffer.rank
+
+
+def tell_ranks(error: Exception, group: Any, buffer: Any) -> None:
+    """Raise `error` on the ranks that wait for this one in `find_buffer`, or to warm a buffer up.
+
+    Args:
+        error: why this rank makes no module.
+        group: that of the module.
+        buffer: that it was given, if any.
+    """
+    if buffer is not None:
+        if isinstance(buffer, SymmBuffer) and has_peers(buffer):
+            refuse_together(error, buffer.group, buffer.device)
+        return
+    try:
+        num_ranks, _ = rank_in(group)
+    except Exception:
+        return  # it is in no group whose ranks could wait
+    if num_ranks > 1:
+        gather({**bare_card(error), "found": False}, group)
 
 
 def find_buffer(problem: Problem, options: BufferOptions) -> Buffer:
@@ -121,7 +152,7 @@ def _look_up(problem: Problem, options: BufferOptions) -> tuple[_Key, Buffer | N
         device,
         tuple(problem.key().values()),
         DEFAULT_CAPACITY if options.capacity is None else options.capacity,
-        options.recipe or Recipe(),
+        as_recipe(options.recipe),
         # The buffer holds its group, so no other group has its id while the entry is there.
         None if options.group is None else id(options.group),
         folder,
@@ -239,7 +270,7 @@ def check_buffer(buffer: Any, problem: Problem, options: BufferOptions) -> None:
     for word, wish, held in (
         ("capacity", options.capacity, buffer.capacity),
         ("timeout_s", options.timeout_s, getattr(buffer, "timeout_s", options.timeout_s)),
-        ("recipe", options.recipe, buffer.recipe),
+        ("recipe", None if options.recipe is None else as_recipe(options.recipe), buffer.recipe),
         ("device", device, buffer.device),
     ):
         if wish is not None and wish != held:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -109,7 +110,8 @@ class Files:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, row: int | None) -> Tensor:
-        found: Tensor = self._slice(name)[:] if row is None else self._slice(name)[row]
+        with torch.device("cpu"):  # within torch.device("meta") it would come without values
+            found: Tensor = self._slice(name)[:] if row is None else self._slice(name)[row]
         return found
 
     def __enter__(self) -> Files:

@@ -7,9 +7,12 @@ the one the first has twice the columns of the second's rows, of the other twice
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from .checkpoint import refuse_biases
 from .reference import swiglu
 
 SAMPLE_WIDTH = 128
@@ -22,11 +25,18 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def stacked_sizes(experts: nn.Module) -> tuple[int, int, int]:
-    """(hidden, intermediate, num_experts) of a stacked experts module.
+def stacked_sizes(experts: nn.Module, clamp: float | None) -> tuple[int, int, int]:
+    """(hidden, intermediate, num_experts) of a stacked experts module that this layer can replace.
+
+    Shapes are read and no values: the module may be on the meta device.
+
+    Args:
+        experts: the module.
+        clamp: of the layer.
 
     Raises:
-        ValueError: it has not the two stacked tensors, or they are transposed or do not match.
+        ValueError: it has not the two stacked tensors, has biases or another activation, or the
+            tensors are transposed or do not match.
     """
     held = module_tensors(experts)
     kind = type(experts).__name__
@@ -37,6 +47,9 @@ def stacked_sizes(experts: nn.Module) -> tuple[int, int, int]:
             "modules of transformers 5 do. Load other layouts with load_checkpoint or "
             "load_state_dict."
         )
+    # What no other layout of the weights would change comes first.
+    refuse_biases(held, "")
+    check_activation(experts, clamp)
     gate_up, down = (tuple(tensor.shape) for tensor in pair if tensor is not None)
     count, hidden, inter = down
     if gate_up == (count, 2 * inter, hidden):
@@ -81,23 +94,52 @@ def check_activation(module: nn.Module, clamp: float | None) -> None:
             transformers have; one with neither passes.
         clamp: of the layer.
     """
-    # Each value of the gate meets every sign and size of up.
-    line = torch.linspace(-SAMPLE_RANGE, SAMPLE_RANGE, SAMPLE_WIDTH)
+    # Each value of the gate meets every sign and size of up. On the CPU, whatever the default is.
+    line = torch.linspace(
+        -SAMPLE_RANGE, SAMPLE_RANGE, SAMPLE_WIDTH, dtype=torch.float32, device="cpu"
+    )
     gate, up = torch.meshgrid(line, line, indexing="ij")
     apply_gate, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
+    kind, limit = type(module).__name__, _limit(module)
+    found = torch.empty(0)  # of an activation with weights of its own, which are not SiLU's
     with torch.no_grad():
-        if callable(apply_gate):
+        if isinstance(act, nn.Module) and module_tensors(act):
+            pass
+        elif callable(apply_gate):
             found = apply_gate(torch.cat((gate, up), -1))
+        elif limit is not None:
+            raise ValueError(
+                f"{kind} has the limit {limit} and no _apply_gate that shows what it does with "
+                "it. Leave such experts to the model; or make the layer by its sizes, with the "
+                "activation_clamp that it is to have, and load_checkpoint."
+            )
         elif callable(act):
             found = act(gate) * up
         else:
             return
-    expected = swiglu(gate, up, clamp)
-    if found.shape == expected.shape and torch.allclose(found, expected, 1e-3, 1e-3):
+
+    def matches(clamp: float | None) -> bool:
+        wanted = swiglu(gate, up, clamp)
+        return found.shape == wanted.shape and torch.allclose(found, wanted, 1e-3, 1e-3)
+
+    if matches(clamp):
         return
-    limit = getattr(module, "limit", None)
-    hint = f" Its limit is {limit}: pass activation_clamp={limit}." if limit else ""
+    if clamp is not None and matches(None):
+        advice = "It does not clamp: leave activation_clamp away."
+    elif limit is not None and limit != clamp and matches(limit):
+        advice = f"Its limit is {limit}: pass activation_clamp={limit}."
+    else:
+        advice = "No activation_clamp makes it so: leave these experts to the model."
     raise ValueError(
-        f"{type(module).__name__} does not compute silu(gate) * up with activation_clamp={clamp} "
-        f"of gate and up columns, which is what this layer does.{hint}"
+        f"{kind} does not compute silu(gate) * up with activation_clamp={clamp} of gate and up "
+        f"columns, which is what this layer does. {advice}"
     )
+
+
+def _limit(module: nn.Module) -> float | None:
+    """Where a module says that it clamps gate and up; None where it does not."""
+    for word in ("limit", "swiglu_limit"):
+        limit = getattr(module, word, None)
+        if isinstance(limit, (int, float)) and 0 < limit < math.inf:
+            return float(limit)
+    return None

@@ -128,18 +128,18 @@ class VirtualGroup:
     def prepare(
         self, buffers: Sequence[SymmBuffer], num_tokens: int | Sequence[int], **options: Any
     ) -> list[Any]:
-        """Compile and keep the kernel of every rank, before any of them runs; see `op.prepare`.
+        """Compile and keep the kernel of every rank, before any of them runs; see `loading.prepare`.
 
         Args:
             buffers: from `buffers`.
             num_tokens: of every rank, or one number for all.
-            **options: those of `op.prepare`, the same for all ranks.
+            **options: those of `loading.prepare`, the same for all ranks.
 
         Returns:
-            What `op.prepare` returns, by rank.
+            What `loading.prepare` returns, by rank.
 
         Raises:
-            ValueError, ScheduleError: as `op.prepare`; or the ranks would run different kernels.
+            ValueError, ScheduleError: as `loading.prepare`; or the ranks would run different kernels.
         """
         from .op import prepare
 
