@@ -15,7 +15,12 @@ from tl_megamoe import PRESETS, Recipe, SymmBuffer, fp8_mega_moe, launch, loadin
 from tl_megamoe.kernel import CompiledKernel, KernelSpec, _program
 from tl_megamoe.launch import NUM_TOKENS, STATS, WEIGHTS, Y
 from tl_megamoe.schedule import default_schedule
-from tl_megamoe.selection import THRESHOLD_VARIABLE, choose_schedule, schedule_intervals
+from tl_megamoe.selection import (
+    KERNEL_VARIABLE,
+    THRESHOLD_VARIABLE,
+    choose_schedule,
+    schedule_intervals,
+)
 from tl_megamoe.synthetic import random_weights
 from tl_megamoe.weights import MoEWeights, transform_weights
 
@@ -296,3 +301,29 @@ def test_a_destroyed_buffer_says_so() -> None:
             call()
     with pytest.raises(ValueError, match="sym_buffer must be a SymmBuffer, found NoneType"):
         fp8_mega_moe(output(), weights.l1, weights.l2, None)  # type: ignore[arg-type]
+
+
+def test_schedules_can_be_read_anew(buffer: SymmBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = make_weights()
+    call = (weights.l1, weights.l2, buffer)
+    monkeypatch.delenv(KERNEL_VARIABLE, raising=False)
+    fp8_mega_moe(output(), *call)
+    monkeypatch.setenv(KERNEL_VARIABLE, "cooperative")
+    fp8_mega_moe(output(), *call)
+    buffer.reload_schedules()
+    buffer.kernels.update(
+        {
+            (replace(schedule, **rest), clamp, True): kernel
+            for (schedule, clamp, _), kernel in list(buffer.kernels.items())  # type: ignore[misc]
+            for rest in ({}, {"block_m": 64})
+            if schedule.math_mode == "cooperative"
+        }
+    )
+    fp8_mega_moe(output(), *call)
+    modes = [
+        schedule.math_mode
+        for (schedule, _, _), kernel in buffer.kernels.items()  # type: ignore[misc]
+        for _ in kernel.launches  # type: ignore[attr-defined]
+    ]
+    assert modes.count("pingpong") == 2
+    assert "cooperative" in modes

@@ -412,6 +412,14 @@ class SymmBuffer:
             load_quantizer(self, num_shared)
         return warm_up(self, activation_clamp=activation_clamp, fast_math=fast_math)
 
+    def reload_schedules(self) -> None:
+        """Read the frozen table and the environment anew at the next call; kernels stay loaded.
+
+        A buffer reads them once. With several ranks all of them do this between the same calls.
+        """
+        self.schedules.clear()
+        self.launcher.known.clear()
+
     def poison(self) -> None:
         """Fill the pools with NaN and impossible sources, so that a read of a stale row shows.
 

@@ -128,7 +128,7 @@ class VirtualGroup:
     def prepare(
         self, buffers: Sequence[SymmBuffer], num_tokens: int | Sequence[int], **options: Any
     ) -> list[Any]:
-        """Compile and keep the kernel of every rank, before any of them runs; see `loading.prepare`.
+        """Compile and keep the kernel of every rank, before any runs; see `loading.prepare`.
 
         Args:
             buffers: from `buffers`.
@@ -139,7 +139,8 @@ class VirtualGroup:
             What `loading.prepare` returns, by rank.
 
         Raises:
-            ValueError, ScheduleError: as `loading.prepare`; or the ranks would run different kernels.
+            ValueError, ScheduleError: as `loading.prepare`; or the ranks would run different
+                kernels.
         """
         from .op import prepare
 
