@@ -52,6 +52,10 @@ def buffer() -> SymmBuffer:
     return made
 
 
+def ids(weights: MoEWeights) -> tuple[int, ...]:
+    return tuple(map(id, (*weights.l1, *weights.l2)))
+
+
 def launches(buffer: SymmBuffer) -> list[tuple[Any, ...]]:
     return [values for kernel in buffer.kernels.values() for values in kernel.launches]  # type: ignore[attr-defined]
 
@@ -160,10 +164,10 @@ def test_weights_that_moved_are_found(buffer: SymmBuffer) -> None:
     weights, other = make_weights(), make_weights(1)
     call = (weights.l1, weights.l2, buffer)
     fp8_mega_moe(output(), *call)
-    before = buffer.launcher.weights[id(weights.l1[0])].values
+    before = buffer.launcher.weights[ids(weights)].values
     weights.l2[1].data = other.l2[1]
     fp8_mega_moe(output(), *call)
-    after = buffer.launcher.weights[id(weights.l1[0])].values
+    after = buffer.launcher.weights[ids(weights)].values
     held = torch.from_dlpack(after[3])
     assert held.data_ptr() == other.l2[1].data_ptr() != torch.from_dlpack(before[3]).data_ptr()
     assert launches(buffer)[-1][WEIGHTS] == after
@@ -195,6 +199,23 @@ def test_layers_share_a_buffer(buffer: SymmBuffer) -> None:
     assert len(buffer.launcher.known) == 1
     addresses = [torch.from_dlpack(v[WEIGHTS.start]).data_ptr() for v in launches(buffer)]
     assert addresses == [w.l1[0].data_ptr() for w in layers] * 2
+
+
+def test_layers_may_share_tensors(buffer: SymmBuffer) -> None:
+    one, other = make_weights(), make_weights(1)
+    for _ in range(2):
+        fp8_mega_moe(output(), one.l1, one.l2, buffer)
+        fp8_mega_moe(output(), one.l1, other.l2, buffer)
+    assert len(buffer.launcher.weights) == 2
+    addresses = [torch.from_dlpack(v[WEIGHTS.start + 2]).data_ptr() for v in launches(buffer)]
+    assert addresses == [one.l2[0].data_ptr(), other.l2[0].data_ptr()] * 2
+    gone = one.l1[1].data_ptr()
+    for kernel in buffer.kernels.values():
+        kernel.launches.clear()  # type: ignore[attr-defined]
+    replaced = (one.l1[0], one.l1[1].clone())
+    fp8_mega_moe(output(), replaced, one.l2, buffer)
+    (values,) = launches(buffer)
+    assert torch.from_dlpack(values[WEIGHTS.start + 1]).data_ptr() == replaced[1].data_ptr() != gone
 
 
 # ---- the schedules that a buffer may choose
@@ -280,7 +301,7 @@ def test_what_a_buffer_remembers_is_bounded(
         fp8_mega_moe(output(), weights.l1, weights.l2, buffer, token_bound=bound)
         assert len(buffer.launcher.known) <= 20
     assert len(launches(buffer)) == 100
-    assert len(buffer.launcher.weights[id(weights.l1[0])].launches) == 1
+    assert len(buffer.launcher.weights[ids(weights)].launches) == 1
 
 
 def test_a_destroyed_buffer_says_so() -> None:

@@ -116,35 +116,24 @@ class BoundKernel:
 
 
 class BoundWeights:
-    """The four weight tensors of a layer, converted once; good while they are what they were.
+    """The four weight tensors of a layer, converted once.
+
+    Good while they live, which `Launcher` sees to, and are where they were (`t.data = ...` moves
+    one).
 
     Attributes:
-        values: the converted tensors.
+        addresses: where they were.
+        values: the converted tensors; they keep the memory, and so it is kept until a tensor dies.
         launches: of these weights, by kernel.
     """
 
-    __slots__ = ("_addresses", "_tensors", "launches", "values")
+    __slots__ = ("_alive", "addresses", "launches", "values")
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], forget: Callable[[Any], None]) -> None:
-        self._tensors = tuple(weakref.ref(t, forget) for t in tensors)
-        self._addresses = tuple(t.data_ptr() for t in tensors)
+        self._alive = tuple(weakref.ref(t, forget) for t in tensors)
+        self.addresses = tuple(t.data_ptr() for t in tensors)
         self.values = tuple(to_ffi(t) for t in tensors)
         self.launches: dict[BoundKernel, BoundLaunch] = {}
-
-    def holds(self, l1: Any, l2: Any) -> bool:
-        """Whether these are the tensors, at the same addresses (`t.data = ...` moves one)."""
-        a, b, c, d = self._tensors
-        w1, w1_sf, w2, w2_sf = self._addresses
-        return (
-            l1[0].data_ptr() == w1
-            and l1[1].data_ptr() == w1_sf
-            and l2[0].data_ptr() == w2
-            and l2[1].data_ptr() == w2_sf
-            and a() is l1[0]
-            and b() is l1[1]
-            and c() is l2[0]
-            and d() is l2[1]
-        )
 
 
 MAX_KNOWN = 4096
@@ -160,7 +149,8 @@ class Launcher:
             takes them: the first as a torch tensor, by whose device TVM-FFI finds the stream.
         device_index: of the buffer's GPU, -1 on a CPU.
         known: kernels by the output's shape, the activation and the call's options.
-        weights: by the id of the layer's first weight tensor; an entry goes when a tensor dies.
+        weights: by the ids of a layer's four tensors; an entry goes when one of them dies, before
+            its id can be another's.
     """
 
     def __init__(self, recv_stats: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -168,7 +158,7 @@ class Launcher:
         self.inputs = (inputs[0], *map(to_ffi, inputs[1:]))
         self.device_index = recv_stats.get_device()
         self.known: dict[Hashable, BoundKernel] = {}
-        self.weights: dict[int, BoundWeights] = {}
+        self.weights: dict[tuple[int, ...], BoundWeights] = {}
         self._stats: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._bound: dict[Hashable, BoundKernel] = {}
         self._stream: int | None = None
@@ -232,13 +222,13 @@ class Launcher:
 
     def bind_weights(self, l1: Any, l2: Any) -> BoundWeights:
         """The converted weights of a layer, made at its first call. They have been checked."""
-        key = id(l1[0])
+        tensors = (*l1, *l2)
+        key = tuple(map(id, tensors))
         found = self.weights.get(key)
-        if found is not None and found.holds(l1, l2):
-            return found
-        bound = BoundWeights((*l1, *l2), self._forgetting(lambda alive: alive.weights, key))
-        self.weights[key] = bound
-        return bound
+        if found is None or found.addresses != tuple(t.data_ptr() for t in tensors):
+            found = BoundWeights(tensors, self._forgetting(lambda alive: alive.weights, key))
+            self.weights[key] = found
+        return found
 
     def bind_stats(self, stats: torch.Tensor) -> None:
         """Remember a tensor of cumulative counts that has been checked."""
@@ -247,7 +237,7 @@ class Launcher:
         self._stats[key] = weakref.ref(stats, forget), stats.data_ptr()
 
     def _forgetting(
-        self, store: Callable[[Launcher], dict[int, Any]], key: int
+        self, store: Callable[[Launcher], dict[Any, Any]], key: Hashable
     ) -> Callable[[Any], None]:
         """What removes an entry when a tensor of it dies; it keeps the launcher's memory no longer
         than the launcher lives."""
