@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from gpu_cases import SMALL, SMALL_CAPACITY, fit, variants
 
-from tl_megamoe.frozen import frozen_paths
+from tl_megamoe.frozen import frozen_paths, read_frozen
 from tl_megamoe.kernel import KernelReport, KernelSpec, compile_kernel, inspect_kernel, parse_report
-from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import SMEM_LIMIT_BYTES, Schedule, ScheduleError
 
@@ -21,18 +20,14 @@ def frozen_kernels() -> list[pytest.param]:
     """One case for each kernel that a frozen file needs."""
     cases = {}
     for path in FROZEN:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        problem = PRESETS[path.stem].one_rank() if path.stem in PRESETS else None
-        if problem is None:
-            sizes = {k: v for k, v in data["problem"].items() if k != "name"}
-            problem = Problem(name=path.stem, **sizes).one_rank()
-        for entry in data["entries"]:
-            schedule = Schedule.from_dict(entry["schedule"])
-            key = (path.parent.name, path.stem, schedule.kernel_key())
-            cases.setdefault(key, (problem, schedule))
+        file = read_frozen(path)
+        for entry in file.entries:
+            problem = file.problem_of(entry)
+            key = (path.parent.name, path.stem, problem.num_ranks, entry.schedule.kernel_key())
+            cases.setdefault(key, (problem, entry.schedule))
     return [
-        pytest.param(problem, schedule, id=f"{device}-{name}-{key.name}")
-        for (device, name, key), (problem, schedule) in cases.items()
+        pytest.param(problem, schedule, id=f"{device}-{name}-{ranks}ranks-{key.name}")
+        for (device, name, ranks, key), (problem, schedule) in cases.items()
     ]
 
 

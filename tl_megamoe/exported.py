@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 LOOKS = 3
 LOOK_AGAIN_S = 0.02
-"""A folder that is being replaced is not there for a moment."""
+"""Where folders cannot be exchanged, one that is being replaced is not there for a moment."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of renameat2(2)."""
 OnKernel = Callable[[int, int, str], None]
 """Called with a kernel's number, how many there are, and its file name."""
 
@@ -162,6 +164,8 @@ def _install(folder: Path, out: Path) -> None:
         if not out.exists() or not any(out.iterdir()):
             os.rename(folder, out)
             return
+        if _exchange(folder, out):
+            return  # the old folder has the name of the new one, which is removed
         # A name of its own: the old folder goes with whatever it holds, but only by a rename.
         aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
         os.rename(out, aside)
@@ -173,6 +177,15 @@ def _install(folder: Path, out: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     finally:
         os.close(parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders swap names in one step; False where the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    return not renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE)
 
 
 # ---- load

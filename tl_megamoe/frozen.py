@@ -60,6 +60,11 @@ class FrozenFile:
     device: str
     entries: tuple[FrozenEntry, ...]
 
+    def problem_of(self, entry: FrozenEntry) -> Problem:
+        """The layer that an entry's schedule runs, as its rank sees it."""
+        whole = Problem(name=self.name, num_ranks=entry.num_ranks, **self.problem)
+        return whole.one_rank() if entry.rank_mode == "one" else whole
+
     def entries_for(self, problem: Problem, rank_mode: str | None = None) -> list[FrozenEntry]:
         """Entries for exactly these sizes, by `max_tokens`. Names do not matter, sizes do.
 
