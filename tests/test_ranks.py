@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from typing import Any
 
@@ -111,7 +112,6 @@ def test_received_rows_are_every_route_once() -> None:
 
 
 def _process(rank: int, port: int, results: Any) -> None:
-    import os
 
     import torch.distributed as dist
 
@@ -139,7 +139,10 @@ def _process(rank: int, port: int, results: Any) -> None:
             out[name] = (type(error).__name__, str(error))
     out["after"] = module.exchange(rank)
     results.put((rank, out))
-    dist.destroy_process_group()
+    results.close()
+    results.join_thread()
+    dist.barrier()
+    os._exit(0)  # all is said; the threads of libraries need not end in order
 
 
 def test_two_processes_meet_and_fail_together() -> None:
