@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tl_megamoe.exported import check_out, export_kernels
 from tl_megamoe.frozen import device_key
@@ -35,9 +35,6 @@ from .args import (
 )
 from .check import NUM_SMS
 from .farm import quiet_tilelang
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_parser(add: Callable[..., Any]) -> None:

@@ -122,6 +122,32 @@ def check_input(
         raise ValueError(f"{name} is on {value.device}, the buffer on {device}")
 
 
+def copy_inputs(
+    buffer: Any,
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> int:
+    """`SymmBuffer.fill`, of anything that has its inputs. Rows that are there are not copied."""
+    check_grad(x=x, x_sf=x_sf, topk_weights=topk_weights)
+    p = buffer.problem
+    tokens = check_tokens(x, p.hidden, buffer.capacity)
+    arguments = (
+        ("x", x, buffer.x, "hidden"),
+        ("x_sf", x_sf, buffer.x_sf, "hidden/128"),
+        ("topk_idx", topk_idx, buffer.topk_idx, "num_topk"),
+        ("topk_weights", topk_weights, buffer.topk_weights, "num_topk"),
+    )
+    for name, value, target, columns in arguments:
+        shape = (tokens, target.shape[1])
+        check_input(name, value, shape, columns, (target.dtype,), buffer.device)
+    for _, value, target, _ in arguments:
+        if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
+            target[:tokens].copy_(value)
+    return tokens
+
+
 def check_y(y: Any, buffer: BufferLike) -> int:
     """The number of tokens of an output that fits the buffer.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from .arguments import check_grad, check_input, check_tokens
+from .arguments import copy_inputs
 from .exported import ExportedKernels
 from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card
 from .launch import Launcher
@@ -349,7 +349,6 @@ class SymmBuffer:
             ValueError: a shape, dtype or device that breaks these rules, or more tokens than the
                 capacity.
         """
-        check_grad(x=x, x_sf=x_sf, topk_weights=topk_weights)
         self.launcher.enter_stream()
         return copy_inputs(self, x, x_sf, topk_idx, topk_weights)
 
@@ -465,27 +464,6 @@ class SymmBuffer:
             f"SymmBuffer({self.problem.name!r}, {'' if self.rank_mode == 'one' else rank}"
             f"capacity={self.capacity}, {self.num_bytes:,} bytes on {self.device})"
         )
-
-
-def copy_inputs(
-    buffer: Any, x: Tensor, x_sf: Tensor, topk_idx: Tensor, topk_weights: Tensor
-) -> int:
-    """`SymmBuffer.fill`, of anything that has its inputs. Rows that are there are not copied."""
-    p = buffer.problem
-    tokens = check_tokens(x, p.hidden, buffer.capacity)
-    arguments = (
-        ("x", x, buffer.x, "hidden"),
-        ("x_sf", x_sf, buffer.x_sf, "hidden/128"),
-        ("topk_idx", topk_idx, buffer.topk_idx, "num_topk"),
-        ("topk_weights", topk_weights, buffer.topk_weights, "num_topk"),
-    )
-    for name, value, target, columns in arguments:
-        shape = (tokens, target.shape[1])
-        check_input(name, value, shape, columns, (target.dtype,), buffer.device)
-    for _, value, target, _ in arguments:
-        if value.data_ptr() != target.data_ptr() or not value.is_contiguous():
-            target[:tokens].copy_(value)
-    return tokens
 
 
 def check_timeout(timeout_s: float) -> None:

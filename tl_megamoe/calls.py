@@ -20,6 +20,7 @@ from .loading import (
     check_kernel_buffer,
     has_peers,
     prepare_launch,
+    tell_peers,
 )
 from .quantize import QuantizeKernel, QuantizeSpec, compile_quantize
 from .reference_buffer import ReferenceBuffer
@@ -170,7 +171,6 @@ def bring_in(
         NotLoadedError: the kernel is not loaded, and may not be.
         RuntimeError: the result would have to be differentiated.
     """
-    check_grad(x=x, x_sf=x_sf, topk_weights=topk_weights)
     if x_sf is not None:
         if num_shared:
             raise ValueError(
@@ -178,6 +178,7 @@ def bring_in(
                 "bfloat16 activations are quantised. Pass x in bfloat16 and x_sf=None."
             )
         return sym_buffer.fill(x, x_sf, topk_idx, topk_weights)
+    check_grad(x=x, topk_weights=topk_weights)
     if isinstance(sym_buffer, ReferenceBuffer):
         sym_buffer.launcher.enter_stream()
         return sym_buffer.quantize(x, topk_idx, topk_weights, num_shared)
@@ -229,15 +230,30 @@ def forward(
     sym_buffer: Buffer,
     num_shared: int,
     options: tuple[Any, ...],
+    *,
+    stats: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    may_load: bool = False,
 ) -> torch.Tensor:
-    """One call from model code: bring in, allocate the output, run. Never compiles.
+    """One functional call: bring in, allocate the output, run.
+
+    Args:
+        x, x_sf, topk_idx, topk_weights, weights, sym_buffer: as for `op.mega_moe`.
+        num_shared: as for `bring_in`.
+        options, stats, activation: as for `run`.
+        may_load: whether kernels that are not loaded are loaded; a call from model code never does.
 
     Raises:
         RuntimeError: as `bring_in`.
         ValueError, ScheduleError, NotLoadedError: as `bring_in` and `run`.
     """
     with sym_buffer.lock:
-        bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights, num_shared, may_load=False)
+        try:
+            bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights, num_shared, may_load)
+        except Exception as error:
+            if may_load:  # else nobody waits
+                tell_peers(sym_buffer, error, Options(*options), quantizes=x_sf is None)
+            raise
         y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-        run(y, weights.l1, weights.l2, sym_buffer, None, "swiglu", options, may_load=False)
+        run(y, weights.l1, weights.l2, sym_buffer, stats, activation, options, may_load)
     return y

@@ -23,8 +23,6 @@ from .weights import MoEWeights
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
 
-FUNCTION = "mega_moe"
-"""The name of the program, and so of its function in a module."""
 WEIGHTS, STATS, Y, NUM_TOKENS = slice(9, 13), 13, 14, 18
 """Places in the program's parameters (`program.build_program`)."""
 

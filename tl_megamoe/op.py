@@ -20,8 +20,8 @@ import torch
 from . import library
 from .arguments import RecipeLike, WeightPair
 from .arguments import weight_shapes as weight_shapes
-from .calls import Buffer, bring_in, is_traced, run
-from .loading import Options, tell_peers
+from .calls import Buffer, forward, is_traced, run
+from .loading import Options
 from .loading import prepare as prepare
 from .schedule import Schedule
 from .weights import MoEWeights
@@ -191,13 +191,16 @@ def mega_moe(
         )
     stats = options.pop("cumulative_local_expert_recv_stats", None)
     activation = options.pop("activation", "swiglu")
-    chosen = Options(**options)
-    with sym_buffer.lock:
-        try:
-            bring_in(sym_buffer, x, x_sf, topk_idx, topk_weights)
-        except Exception as error:
-            tell_peers(sym_buffer, error, chosen, quantizes=x_sf is None)
-            raise
-        y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        run(y, weights.l1, weights.l2, sym_buffer, stats, activation, chosen)
-    return y
+    return forward(
+        x,
+        x_sf,
+        topk_idx,
+        topk_weights,
+        weights,
+        sym_buffer,
+        0,
+        Options(**options),
+        stats=stats,
+        activation=activation,
+        may_load=True,
+    )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .arguments import check_bound, check_clamp, check_recipe
-from .buffer import copy_inputs
+from .arguments import check_bound, check_clamp, check_recipe, copy_inputs
 from .launch import Launcher
 from .layout import make_layout
 from .problem import Problem

@@ -256,7 +256,7 @@ def check_buffer(buffer: Any, problem: Problem, options: BufferOptions) -> None:
         raise ValueError(
             f"buffer is of {_sizes(buffer.problem)}, and the module needs {_sizes(problem)}; "
             "shared experts count as experts of every rank and as routes. Make the buffer with "
-            "MegaMoE(...).problem, or pass none."
+            "tl_megamoe.with_shared(problem, num_shared_experts), or pass none."
         )
     _check_backend(options.backend)
     backend = backend_of(buffer)
