@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .device.trace import MAX_POOL_BLOCKS
+from .layout import make_layout
 from .problem import Problem
 from .recipe import Recipe
 from .schedule import Schedule
@@ -40,9 +42,11 @@ class KernelSpec:
         clamp: whether gate and up are clamped; the bound is a launch argument.
         fast_math: approximate reciprocal and exponential in the epilogue.
         debug: the stand-alone linear1 also writes its FP32 accumulators (`launch`).
+        profile: the profiling build of the fused kernel, which stamps what its roles do (`launch`).
 
     Raises:
-        ValueError: unknown phase; debug of another phase than linear1.
+        ValueError: unknown phase; debug of another phase than linear1; profile of another phase
+            than fused, or of more pool blocks than a stamp can name.
         ScheduleError: the schedule is not valid for the problem and recipe.
     """
 
@@ -54,6 +58,7 @@ class KernelSpec:
     clamp: bool = False
     fast_math: bool = True
     debug: bool = False
+    profile: bool = False
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -63,14 +68,28 @@ class KernelSpec:
                 f"debug=True with phase={self.phase!r}: only the stand-alone 'linear1' has "
                 "accumulators to show"
             )
+        if self.profile:
+            self._check_profile()
         self.schedule.check(self.problem, self.recipe, self.phase)
+
+    def _check_profile(self) -> None:
+        if self.phase != "fused":
+            raise ValueError(
+                f"profile=True with phase={self.phase!r}: only the fused kernel has such a build"
+            )
+        blocks = make_layout(self.problem, self.capacity, self.recipe).max_pool_blocks
+        if blocks > MAX_POOL_BLOCKS:
+            raise ValueError(
+                f"profile=True with capacity={self.capacity}: up to {blocks} pool blocks, and a "
+                f"stamp names {MAX_POOL_BLOCKS}. Profile with a smaller capacity."
+            )
 
     def key(self) -> KernelSpec:
         """The spec with the schedule's runtime fields reset: equal keys share one kernel."""
         schedule = self.schedule.kernel_key()
         # The reset values need not be valid for every problem; only compile fields are read.
         key = object.__new__(KernelSpec)
-        for name in ("capacity", "phase", "recipe", "clamp", "fast_math", "debug"):
+        for name in ("capacity", "phase", "recipe", "clamp", "fast_math", "debug", "profile"):
             object.__setattr__(key, name, getattr(self, name))
         object.__setattr__(key, "schedule", schedule)
         object.__setattr__(
@@ -127,6 +146,7 @@ class CompiledKernel:
         recv_stats: torch.Tensor | None = None,
         activation_clamp: float | None = None,
         l1_accumulators: torch.Tensor | None = None,
+        trace: torch.Tensor | None = None,
     ) -> None:
         """Launch on torch's current stream; returns at once.
 
@@ -144,6 +164,8 @@ class CompiledKernel:
             activation_clamp: the bound, iff the spec says `clamp`.
             l1_accumulators: (ring_rows, 2*intermediate) float32, iff the spec says `debug`: gets
                 gate, then up columns of every row of the pool's memory, before clamp and SwiGLU.
+            trace: int32 of `device.trace.trace_shape(schedule.num_sms)`, iff the spec says
+                `profile`: gets the stamps.
         """
         lag_order = schedule.order == "lag"
         self.kernel(
@@ -170,6 +192,7 @@ class CompiledKernel:
             schedule.lag if lag_order else schedule.experts_per_wave,
             schedule.prefetch,
             0.0 if activation_clamp is None else activation_clamp,
+            *(() if trace is None else (trace.data_ptr(),)),
         )
 
 
@@ -187,6 +210,7 @@ def _program(spec: KernelSpec) -> Any:
         key.clamp,
         key.fast_math,
         key.debug,
+        key.profile,
     )
     return build_program(plan)
 

@@ -170,6 +170,7 @@ def spec_values(spec: KernelSpec | QuantizeSpec) -> dict[str, Any]:
         "clamp": spec.clamp,
         "fast_math": spec.fast_math,
         "debug": spec.debug,
+        "profile": spec.profile,
     }
 
 

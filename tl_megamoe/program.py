@@ -17,13 +17,14 @@ multiplies. The load role does not tell the modes apart.
 
 import tilelang.language as T
 
-from .device import barriers, walk
+from .device import barriers, trace, walk
 from .device.barriers import BARRIERS_CUDA
 from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
 from .device.pingpong import Turns
 from .device.plan import FP8, Params, Plan
 from .device.remote import REMOTE_CUDA
 from .device.ring import Cursor, Shared
+from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
 from .phases import combine, dispatch, linear1, linear2
 from .phases.dispatch import DISPATCH_CUDA
@@ -60,6 +61,7 @@ def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
                 tile = task & 255
                 expert = walk.expert_expression(plan, shared, block)
                 linear1.load(plan, p, shared.ring, cursor, what, block, tile, expert)
+                trace.mark_tile(plan, p, trace.LOAD, 1, block, tile)
                 index += plan.schedule.num_sms
                 task = walk.task_expression(plan, p, shared, index)
         if plan.runs("linear2"):
@@ -68,14 +70,25 @@ def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
                 tile = task & 255
                 expert = walk.expert_expression(plan, shared, block)
                 linear2.load(plan, p, shared.ring, cursor, what, block, tile, expert)
+                trace.mark_tile(plan, p, trace.LOAD, 2, block, tile)
                 index += plan.schedule.num_sms
                 task = walk.task_expression(plan, p, shared, index)
+
+
+@T.macro
+def wait_for_stage(plan: Plan, p: Params, shared: Shared, cursor, linear: int, block, tile):
+    """Wait for the tile's first K block, between stamps. The profiling build; role: math."""
+    if plan.schedule.pingpong:
+        trace.mark_tile(plan, p, trace.TURN, linear, block, tile)
+    shared.ring.wait(cursor)
+    trace.mark_tile(plan, p, trace.STAGE, linear, block, tile)
 
 
 @T.macro
 def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
     """Walk the tiles and compute them, then combine. Role: math warpgroup `wg`."""
     barriers.sync(barriers.BLOCK, plan.schedule.threads)
+    trace.mark(plan, p, trace.START)
     if plan.runs("linear1") or plan.runs("linear2"):
         acc = Accumulators(MAX_UNITS)
         cursor = Cursor(plan.schedule.stages, 0)
@@ -94,13 +107,19 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     tile = task & 255
                     expert = walk.expert_expression(plan, shared, block)
                     turns.begin_multiply()
+                    if plan.profile:
+                        wait_for_stage(plan, p, shared, cursor, 1, block, tile)
                     linear1.multiply(plan, p, shared, cursor, acc, wg, (block, tile, expert))
                     turns.end_multiply()
+                    trace.mark_tile(plan, p, trace.MULTIPLY, 1, block, tile)
                     turns.begin_finish()
+                    if plan.schedule.pingpong:
+                        trace.mark_tile(plan, p, trace.FINISH_TURN, 1, block, tile)
                     if plan.debug:
                         linear1.write_accumulators(plan, p, acc, wg, (block, tile, expert))
                     linear1.finish(plan, p, shared, acc, wg, (block, tile, expert), turn)
                     turns.end_finish()
+                    trace.mark_tile(plan, p, trace.FINISH, 1, block, tile)
                     turns.next()
                     task = turns.task()
             if plan.runs("linear2"):
@@ -109,13 +128,19 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     tile = task & 255
                     expert = walk.expert_expression(plan, shared, block)
                     turns.begin_multiply()
+                    if plan.profile:
+                        wait_for_stage(plan, p, shared, cursor, 2, block, tile)
                     metadata = linear2.multiply(
                         plan, p, shared, cursor, acc, wg, (block, tile, expert)
                     )
                     turns.end_multiply()
+                    trace.mark_tile(plan, p, trace.MULTIPLY, 2, block, tile)
                     turns.begin_finish()
+                    if plan.schedule.pingpong:
+                        trace.mark_tile(plan, p, trace.FINISH_TURN, 2, block, tile)
                     linear2.scatter(plan, p, shared, acc, wg, (block, tile, expert), metadata)
                     turns.end_finish()
+                    trace.mark_tile(plan, p, trace.FINISH, 2, block, tile)
                     turns.next()
                     task = turns.task()
         turns.end()
@@ -123,9 +148,12 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
         # Nobody else waits for the rows here; counters are reset when all are pulled.
         barriers.sync(barriers.BLOCK, plan.schedule.threads)
     combine.wait_for_rows(plan, p)
+    trace.mark(plan, p, trace.COMBINE_WAIT)
     if plan.runs("combine"):
         combine.combine(plan, p, grid_block, wg)
+        trace.mark(plan, p, trace.COMBINE)
     combine.reset_counters(plan, p, shared, grid_block)
+    trace.mark(plan, p, trace.RESET)
 
 
 def build_program(plan: Plan):
@@ -161,9 +189,10 @@ def build_program(plan: Plan):
         order_step: T.int32,
         prefetch: T.int32,
         clamp: T.float32,
+        trace_address: T.int64 if plan.profile else 0,  # a constant is no parameter
     ):
         with T.Kernel(s.num_sms, threads=s.threads) as grid_block:
-            T.import_source(DEVICE_CUDA)
+            T.import_source(DEVICE_CUDA + TRACE_CUDA if plan.profile else DEVICE_CUDA)
             p = Params(
                 topk_idx,
                 peers,
@@ -188,27 +217,33 @@ def build_program(plan: Plan):
                 order_step,
                 prefetch,
                 clamp,
+                trace_address,
             )
             shared = Shared(plan)
             tx = T.get_thread_binding()
+            trace.begin(plan, p)
             if plan.runs("dispatch"):
                 if plan.fused:
                     if tx >= 96:
                         if tx < 128:
                             dispatch.warm_l2(plan, p, grid_block)
                 dispatch.route(plan, p, shared, grid_block)
+                trace.mark(plan, p, trace.ROUTE)
             if tx < 128:
                 T.set_max_nreg(s.load_registers, 0)
                 if tx < s.first_load_thread:
                     if tx < 32:
                         dispatch.learn_counts(plan, p, shared, grid_block)
+                        trace.mark(plan, p, trace.COUNTS)
                     barriers.sync(barriers.BLOCK, s.threads)
+                    trace.mark(plan, p, trace.START)
                     if plan.runs("dispatch"):
                         dispatch.pull_rows(plan, p, shared, grid_block)
                     if plan.phase == "dispatch":
                         barriers.sync(barriers.BLOCK, s.threads)
                 else:
                     barriers.sync(barriers.BLOCK, s.threads)
+                    trace.mark(plan, p, trace.START)
                     if plan.phase == "dispatch":
                         barriers.sync(barriers.BLOCK, s.threads)
                     if plan.runs("linear1") or plan.runs("linear2"):

@@ -25,6 +25,7 @@ class Plan:
         clamp: whether gate and up are clamped before SwiGLU (the bound is a kernel argument).
         fast_math: approximate reciprocal and exponential in the SwiGLU epilogue.
         debug: the stand-alone linear1 writes its accumulators to `y_address` too.
+        profile: roles stamp what they do into the memory at `trace_address` (device/trace.py).
     """
 
     phase: str
@@ -35,6 +36,7 @@ class Plan:
     clamp: bool
     fast_math: bool
     debug: bool
+    profile: bool = False
 
     @classmethod
     def make(
@@ -47,9 +49,10 @@ class Plan:
         clamp: bool,
         fast_math: bool,
         debug: bool,
+        profile: bool = False,
     ) -> Plan:
         layout = make_layout(problem, capacity, recipe)
-        return cls(phase, problem, schedule, recipe, layout, clamp, fast_math, debug)
+        return cls(phase, problem, schedule, recipe, layout, clamp, fast_math, debug, profile)
 
     def runs(self, phase: str) -> bool:
         """Whether this program runs `phase`."""
@@ -168,3 +171,4 @@ class Params:
     order_step: Any  # int32
     prefetch: Any  # int32
     clamp: Any  # float32
+    trace_address: Any  # int64 in the profiling build, else None

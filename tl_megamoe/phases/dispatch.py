@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..device import barriers
+from ..device import barriers, trace
 from ..device.plan import Params, Plan
 from ..device.remote import peer_tensor, pull, put
 from ..device.ring import Shared
@@ -306,4 +306,5 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
             )
             barriers.add_release(p.workspace, plan.counter("l1_arrival_count") + block, arrivals)
         T.sync_warp()
+        trace.mark_tile(plan, p, trace.PULL, 0, block, 0)
         first += s.num_sms * s.row_slots

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..device import barriers
+from ..device import barriers, trace
 from ..device.matmul import Share, row_maxima, scaled_k_loop, stage_codes, store_codes
 from ..device.plan import Params, Plan
 from ..device.ring import Cursor, Ring, Shared, fill
@@ -62,6 +62,7 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
         # Pairs with the dispatch warps' fence: their plain stores of the row scales, our TMA.
         barriers.fence_async()
         T.sync_warp()
+        trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
     for half in T.serial(passes):
         fill(
             ring,

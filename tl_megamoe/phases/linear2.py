@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..device import barriers
+from ..device import barriers, trace
 from ..device.matmul import Share, scaled_k_loop, stage_rows, store_row
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.ring import Cursor, Ring, Shared, fill
@@ -58,6 +58,7 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
         # Pairs with linear1's fence after its stores.
         barriers.fence_async()
         T.sync_warp()
+        trace.mark_tile(plan, p, trace.ARRIVAL, 2, block, tile)
     fill(
         ring,
         cursor,
