@@ -27,6 +27,7 @@ from . import (
     report,
     search_command,
     t4,
+    trace_command,
 )
 from .args import add_problem
 from .doctor import diagnose
@@ -122,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     freeze_command.add_parser(add)
     bench.add_parser(add)
     host.add_parser(add)
+    trace_command.add_parser(add)
     check.add_parser(add, add_problem)
     model.add_parser(add)
     export_command.add_parser(add)
