@@ -39,6 +39,8 @@ EVENTS = {
     stamps.RESET: "reset",
 }
 """Kind of a stamp -> name of the event that it ends."""
+PULLS = "pull rows"
+"""Name of what spans the pulls of a warp."""
 COLUMNS = (
     *("block", "sm", "lane", "role", "event", "phase", "pool_block", "tile", "expert"),
     *("begin_ns", "end_ns", "clocks"),
@@ -210,34 +212,33 @@ def _name(kind: str, block: Any, lane: Any = 0, **args: Any) -> dict[str, Any]:
 
 
 def _spans(trace: Trace) -> Iterator[dict[str, Any]]:
-    groups = groups_of(trace.events)
-    sizes = groups.map(groups.value_counts())
-    spans = trace.events.groupby(groups).agg({"begin_ns": "min", "end_ns": "max", "clocks": "sum"})
-    last = -1
-    for row, group, size in zip(trace.events.itertuples(index=False), groups, sizes, strict=True):
-        if size > 1 and group != last:
-            span = spans.loc[group]
-            times = span["begin_ns"], span["end_ns"], span["clocks"]
-            yield _span(row, _group_name(row), *times)
-        last = group
+    events = trace.events.assign(group=groups_of(trace.events))
+    whole = events.groupby("group", sort=False).agg(
+        begin=("begin_ns", "min"),
+        end=("end_ns", "max"),
+        clocks=("clocks", "sum"),
+        size=("block", "size"),
+    )
+    spans: dict[int, Any] = dict(zip(whole.index, whole.itertuples(index=False), strict=True))
+    rows: Iterator[Any] = events.itertuples(index=False)
+    last = 0
+    for row in rows:
+        span = spans[row.group]
+        if span.size > 1 and row.group != last:
+            name = PULLS if row.event == "pull" else f"{row.phase} {row.pool_block}.{row.tile}"
+            yield _span(row, name, span.begin, span.end, span.clocks)
+        last = row.group
         yield _span(row, row.event, row.begin_ns, row.end_ns, row.clocks)
 
 
 def groups_of(events: pd.DataFrame) -> pd.Series[int]:
     """A number for each event, the same for neighbours of a lane that belong together: those of one
     tile, and pulls."""
-    tile = np.where(events["event"] == "pull", -2, events["tile"])
-    pool_block = np.where(events["event"] == "pull", -2, events["pool_block"])
-    keys = events[["block", "lane", "phase"]].assign(tile=tile, pool_block=pool_block)
-    alone = (tile == -1).astype(bool)
-    changes = (keys != keys.shift()).any(axis=1) | alone
-    return changes.cumsum()
-
-
-def _group_name(row: Any) -> str:
-    if row.event == "pull":
-        return "pull rows"
-    return f"{row.phase} {row.pool_block}.{row.tile}"
+    pulls = events["event"] == "pull"
+    keys = events[["block", "lane", "phase", "pool_block", "tile"]].copy()
+    keys.loc[pulls, ["pool_block", "tile"]] = 0
+    first = (keys["tile"] < 0) | (keys != keys.shift()).any(axis=1)
+    return first.astype(int).cumsum()
 
 
 def _span(row: Any, name: str, begin: int, end: int, clocks: int) -> dict[str, Any]:
@@ -245,7 +246,7 @@ def _span(row: Any, name: str, begin: int, end: int, clocks: int) -> dict[str, A
     if row.tile >= 0:
         args |= {"pool_block": int(row.pool_block), "tile": int(row.tile)}
         args["expert"] = int(row.expert)
-    elif row.pool_block >= 0 and name == row.event:
+    elif row.pool_block >= 0 and name != PULLS:
         args |= {"pool_block": int(row.pool_block), "expert": int(row.expert)}
     return {
         "name": name,

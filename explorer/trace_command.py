@@ -167,17 +167,17 @@ def report(
     """Print and write what a launch did. Whether the trace is whole and the result right."""
     from .table import write_atomically
     from .trace import chrome_trace, read_trace, write_chrome_trace
-    from .trace_summary import render_summary, summarise, summary_rows
+    from .trace_summary import fact, render_summary, summarise, summary_rows
 
     trace = read_trace(stamped.words, config.problem, schedule, args.tokens, stamped.received)
     summary = summarise(trace)
     cost = stamped.profiling_us / stamped.shipped_us - 1
     print(
         f"{config.problem.name}, {args.tokens} tokens, {args.routing}, recipe {config.recipe}, "
-        f"{schedule.name}, commit {current_commit()}\n"
-        f"shipped kernel        {stamped.shipped_us:9.1f} us\n"
-        f"profiling build       {stamped.profiling_us:9.1f} us ({cost:+.1%})"
+        f"{schedule.name}, commit {current_commit()}"
     )
+    print(fact("shipped kernel", stamped.shipped_us, "us"))
+    print(fact("profiling build", stamped.profiling_us, f"us ({cost:+.1%})"))
     print(render_summary(summary))
     if args.out is not None:
         notes = {

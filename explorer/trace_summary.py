@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -100,9 +101,9 @@ def _roles(events: pd.DataFrame, trace: Trace, total: int) -> pd.DataFrame:
     rows = {}
     for role in roles_of(trace.schedule):
         if role in by_event.index:
-            times = by_event.loc[role]
+            ns: dict[Any, float] = by_event.loc[role].to_dict()
             row = {
-                share: float(sum(times.get(name, 0) for name in names)) / total
+                share: sum(ns.get(name, 0.0) for name in names) / total
                 for share, names in SHARES.items()
             }
             rows[role] = {**row, "done": 1 - sum(row.values())}
@@ -154,15 +155,16 @@ def _events(events: pd.DataFrame, total: int) -> pd.DataFrame:
 def render_summary(summary: Summary) -> str:
     """The tables as text."""
     launch = summary.launch
-    lines = [
-        f"span of the launch    {launch['span_us']:9.1f} us, {launch['num_blocks']:.0f} blocks",
-        f"first tile starts     {launch['first_tile_us']:9.1f} us",
-        f"combine               {launch['combine_us']:9.1f} us",
-        f"tail                  {launch['tail_us']:9.1f} us from the first block's end on",
-        f"SM clock              {launch['sm_clock_mhz']:9.0f} MHz",
-    ]
+    facts = (
+        ("span of the launch", "span_us", f"us, {launch['num_blocks']:.0f} blocks"),
+        ("first tile starts", "first_tile_us", "us"),
+        ("combine", "combine_us", "us"),
+        ("tail", "tail_us", "us from the first block's end on"),
+        ("SM clock", "sm_clock_mhz", "MHz"),
+    )
+    lines = [fact(name, launch[measure], unit) for name, measure, unit in facts]
     if launch["num_lost"]:
-        lines.append(f"events lost           {launch['num_lost']:9.0f}: the tables lack them")
+        lines.append(f"{launch['num_lost']:.0f} events are lost: the tables lack them")
     tables = [
         _table(summary.phases, "phase", "{:.1f}"),
         _table(100 * summary.roles, "role: % of span", "{:.1f}"),
@@ -177,6 +179,12 @@ def render_summary(summary: Summary) -> str:
         ),
     ]
     return "\n\n".join(["\n".join(lines), *tables])
+
+
+def fact(name: str, value: float, unit: str) -> str:
+    """A line of the text's head; a value that there is none of is a dash."""
+    number = "-" if pd.isna(value) else f"{value:.1f}"
+    return f"{name:<21} {number:>9} {unit}"
 
 
 def _table(

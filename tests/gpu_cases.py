@@ -288,6 +288,26 @@ EXACT_MATH = ("pingpong", "wide128")
 """Schedules that run without fast_math and clamp."""
 
 
+TRACED = ("default", "wide128", "rows1", "pingpong1", "few_sms", "lag")
+"""Schedules of `SMALL` whose profiling builds run."""
+
+
+def trace_schedules() -> Schedules:
+    """Those of TRACED."""
+    every = variants(SMALL)
+    lag = replace(every["pingpong_few"], order="lag", lag=2)
+    return {"default": default_schedule(SMALL, 300), "lag": lag} | {
+        name: every[name] for name in TRACED if name in every
+    }
+
+
+def trace_specs() -> Iterable[KernelSpec]:
+    """Profiling builds, and the kernels beside them."""
+    for schedule in trace_schedules().values():
+        for profile in (False, True):
+            yield _spec(SMALL, schedule, profile=profile)
+
+
 def preset_specs() -> Iterable[KernelSpec]:
     """Kernels of the published models' sizes."""
     for problem in ONE_RANK.values():
@@ -391,7 +411,7 @@ def specs() -> list[KernelSpec]:
         found += many_rank_specs(problem, duplicates_on(real_ranks()))
         found += [*preset_rank_specs(real_ranks()), *model_rank_specs(real_ranks())]
     else:
-        found += [*small_specs(), *edge_specs(), *preset_specs(), *model_specs()]
+        found += [*small_specs(), *edge_specs(), *preset_specs(), *model_specs(), *trace_specs()]
         for number in RANKS:
             found += rank_specs(ON_RANKS[number])
         found += many_rank_specs(WRAPS, duplicates_on(2))

@@ -185,7 +185,9 @@ def test_system_errors_are_said_without_numbers(
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    commands = "doctor list build search report freeze why bench check model export merge t4"
+    commands = (
+        "doctor list build search report freeze why bench host trace check model export merge t4"
+    )
     for command in commands.split():
         assert command in text
         assert cli.main([command, "--help"]) == 0

@@ -151,6 +151,7 @@ def test_specs_are_told_apart_as_in_the_reports() -> None:
         spec(fast_math=False),
         spec(phase="linear1"),
         spec(phase="linear1", debug=True),
+        spec(profile=True),
         spec(recipe=Recipe(scale="pow2")),
         spec(schedule=fit(SMALL, num_sms=100)),
         spec(problem=replace(SMALL, num_topk=3)),

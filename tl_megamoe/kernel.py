@@ -77,7 +77,8 @@ class KernelSpec:
             raise ValueError(
                 f"profile=True with phase={self.phase!r}: only the fused kernel has such a build"
             )
-        blocks = make_layout(self.problem, self.capacity, self.recipe).max_pool_blocks
+        layout = make_layout(self.problem, self.capacity, self.recipe)
+        blocks = layout.pool_rows // self.schedule.block_m
         if blocks > MAX_POOL_BLOCKS:
             raise ValueError(
                 f"profile=True with capacity={self.capacity}: up to {blocks} pool blocks, and a "

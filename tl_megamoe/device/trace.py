@@ -41,28 +41,36 @@ COMBINE_WAIT = 12
 COMBINE = 13
 RESET = 14
 
-TRACE_CUDA = (
+NOTE_CUDA = (
     f"#define TLMM_LANES {NUM_LANES}\n#define TLMM_LANE_EVENTS {LANE_EVENTS}\n"
     + r"""
-// Ends the lane's event and begins the next one; kind 0 begins the first. Whole warps call it.
+// Ends a lane's event and begins the next one; kind 0 begins the first. `last`: events, ns and clock of the last
+// stamp. `out`: the lane's memory.
+TLMM_DEV void tlmm_note(uint4* last, uint4* out, unsigned now, unsigned clock, unsigned sm, int kind, int linear,
+                        int block, int tile) {
+  unsigned n = last->x, code = (unsigned)kind << 28 | (unsigned)(linear == 1) << 27 | (unsigned)(block << 8 | tile);
+  if (kind == 0) { n = 0; out[0] = make_uint4(0, sm, 0, 0); }
+  else {
+    if (n < TLMM_LANE_EVENTS) out[1 + n] = make_uint4(last->y, now, clock - last->z, code);
+    out[0].x = ++n; }
+  *last = make_uint4(n, now, clock, 0); }
+"""
+)
+"""What the tests compile for the host too."""
+TRACE_CUDA = (
+    NOTE_CUDA
+    + r"""
+// Whole warps call it. The thread is read by volatile assembly, as tlmm_lane() does.
 TLMM_DEV void tlmm_stamp(long long trace, int kind, int linear, int block, int tile) {
-  __shared__ uint4 lanes[TLMM_LANES];  // events, ns and clock of the last stamp
-  unsigned tx; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tx));  // volatile: as tlmm_lane()
+  __shared__ uint4 last[TLMM_LANES];
+  unsigned tx; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tx));
   if ((tx & (tx < 128 ? 31 : 127)) == 0) {
-    unsigned now, clock, lane = tx < 128 ? tx >> 5 : 3 + (tx >> 7);
-    uint4* out = (uint4*)trace + (blockIdx.x * TLMM_LANES + lane) * (TLMM_LANE_EVENTS + 1);
+    unsigned now, clock, sm = 0, lane = tx < 128 ? tx >> 5 : 3 + (tx >> 7);
+    if (kind == 0) asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
     asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now) :: "memory");
     asm volatile("mov.u32 %0, %%clock;" : "=r"(clock) :: "memory");
-    if (kind == 0) {
-      unsigned sm; asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-      out[0] = make_uint4(0, sm, 0, 0);
-      lanes[lane] = make_uint4(0, now, clock, 0); }
-    else {
-      uint4 last = lanes[lane];
-      unsigned code = (unsigned)kind << 28 | (unsigned)(linear == 1) << 27 | (unsigned)block << 8 | (unsigned)tile;
-      if (last.x < TLMM_LANE_EVENTS) out[1 + last.x] = make_uint4(last.y, now, clock - last.z, code);
-      *(unsigned*)out = last.x + 1;
-      lanes[lane] = make_uint4(last.x + 1, now, clock, 0); } }
+    tlmm_note(last + lane, (uint4*)trace + (blockIdx.x * TLMM_LANES + lane) * (TLMM_LANE_EVENTS + 1), now, clock, sm,
+              kind, linear, block, tile); }
   __syncwarp(); }
 """
 )
