@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.layout import make_layout
 
@@ -121,7 +123,8 @@ def build(config: WorkerConfig, schedule: Schedule, farm: Farm) -> bool:
         "shipped kernel": shipped,
         "profiling build": replace(shipped, profile=True),
     }
-    results = farm.run(list(specs.values()))
+    with tqdm(total=len(specs), desc="compile", unit="kernel", file=sys.stderr) as bar:
+        results = farm.run(list(specs.values()), lambda spec, result: _tick(bar))
     good = True
     for name, spec in specs.items():
         result = results[spec.key()]
@@ -129,6 +132,10 @@ def build(config: WorkerConfig, schedule: Schedule, farm: Farm) -> bool:
             print(f"{name}: {result.status}: {result.reason}", file=sys.stderr)
         good = good and result.report is not None
     return good
+
+
+def _tick(bar: Any) -> None:
+    bar.update()
 
 
 def take(config: WorkerConfig, schedule: Schedule, args: argparse.Namespace) -> Stamped | None:
