@@ -21,6 +21,7 @@ from tl_megamoe.op import fp8_mega_moe
 from tl_megamoe.problem import SCALE_BLOCK
 from tl_megamoe.recipe import ALL_RECIPES
 from tl_megamoe.schedule import Schedule
+from tl_megamoe.swizzle import pack_rows, unpack_rows
 
 from .findings import (
     ACCUMULATOR_ERROR,
@@ -278,7 +279,9 @@ def place_intermediate(layer: Layer, rank: int, block_m: int) -> None:
     buffer = layer.ranks.buffers[rank]
     received, rows = place_received(layer, rank, block_m)
     codes, sf = layer.intermediate_of(received)
-    buffer.l2_acts.view(torch.uint8)[rows] = codes.view(torch.uint8)
+    pool = unpack_rows(buffer.l2_acts.view(torch.uint8))
+    pool[rows] = codes.view(torch.uint8)
+    buffer.l2_acts.view(torch.uint8).copy_(pack_rows(pool))
     buffer.l2_acts_sf[:, rows] = sf.T
 
 

@@ -12,6 +12,7 @@ from tl_megamoe import reference
 from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.scaling import E4M3, dequantize
+from tl_megamoe.swizzle import unpack_rows
 
 from .layer import Layer
 from .places import counters_are_zero, first_places, kernel_places, ring_rows, rows_left
@@ -93,7 +94,7 @@ def intermediate_found(
     recipe = recipe or layer.recipe
     buffer = layer.ranks.buffers[rank]
     rows = ring_rows(buffer, places, block_m)
-    codes = buffer.l2_acts.view(torch.uint8)[rows].view(E4M3)
+    codes = unpack_rows(buffer.l2_acts.view(torch.uint8))[rows].view(E4M3)
     sf = _per_64_columns(buffer.l2_acts_sf[:, rows].T, layer.recipe)
     want_codes, want_sf = layer.intermediate_of(layer.received(rank), recipe)
     want_sf = _per_64_columns(want_sf, recipe)

@@ -16,6 +16,7 @@ from tl_megamoe.explorer.ranks import Ranks
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
+from tl_megamoe.swizzle import pack_rows, unpack_rows
 from tl_megamoe.virtual import VirtualGroup
 
 
@@ -114,7 +115,9 @@ class FakeKernel:
         )
         plain = self.layer.plain_of(b.rank)
         codes, sf = reference.linear1(pool, plain.l1, plain.l1_sf, b.recipe, clamp)
-        b.l2_acts.view(torch.uint8)[rows] = codes.view(torch.uint8)
+        intermediate = unpack_rows(b.l2_acts.view(torch.uint8))
+        intermediate[rows] = codes.view(torch.uint8)
+        b.l2_acts.view(torch.uint8).copy_(pack_rows(intermediate))
         b.l2_acts_sf[:, rows] = sf.T
         if out is not None:
             start = 0
@@ -128,7 +131,7 @@ class FakeKernel:
     def linear2(self, b: SymmBuffer) -> None:
         counts, places, rows = self.rows(b)
         plain = self.layer.plain_of(b.rank)
-        codes = b.l2_acts.view(torch.uint8)[rows].view(b.l2_acts.dtype)
+        codes = unpack_rows(b.l2_acts)[rows].view(b.l2_acts.dtype)
         out = reference.linear2(codes, b.l2_acts_sf[:, rows].T, plain.l2, plain.l2_sf, counts)
         for n, source in enumerate(b.token_src_metadata[places].tolist()):
             peer = self.layer.ranks.buffers[source >> 24]

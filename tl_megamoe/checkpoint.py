@@ -35,6 +35,7 @@ from torch import Tensor
 from .problem import SCALE_BLOCK, Problem
 from .scaling import E4M3, quantize_blocks
 from .sources import Source, open_source
+from .swizzle import swizzle_rows
 from .weights import INTERLEAVE, MoEWeights, PlainWeights
 
 Naming = tuple[str, str, str]
@@ -131,7 +132,7 @@ class TiledTarget:
         if part != "down":  # its half of the rows of every tile
             tiles = tiles[:, :, :INTERLEAVE] if part == "gate" else tiles[:, :, INTERLEAVE:]
         rows = codes.view(torch.uint8).unflatten(0, (-1, tiles.shape[2]))
-        tiles.copy_(rows.unflatten(2, (-1, SCALE_BLOCK)).transpose(1, 2))
+        tiles.copy_(swizzle_rows(rows.unflatten(2, (-1, SCALE_BLOCK)).transpose(1, 2)))
         _scale_rows(out_sf[local], part, sf)
 
 

@@ -294,7 +294,7 @@ def parse_report(output: str, source: str, host_source: str) -> KernelReport:
         registers=largest(r"Used (\d+) registers"),
         spill_bytes=sum(spills),
         smem_bytes=dynamic + largest(r"(\d+) bytes smem"),
-        num_wgmma=len(re.findall(r"wgmma_ss<", source)),
+        num_wgmma=len(re.findall(r"tlmm_product<\d", source)),
         warnings=tuple(sorted(set(re.findall(r"\bC7\d{3}\b", output)))),
         source_hash=hashlib.sha256(source.encode()).hexdigest()[:16],
     )

@@ -160,7 +160,7 @@ def workspace_layout(problem: Problem, pool_blocks: int) -> dict[str, int]:
         offsets[name] = end
         end += length
 
-    for name in ("dispatch_sync", "combine_sync", "dispatch_signal", "combine_signal"):
+    for name in ("dispatch_sync", "combine_sync", "dispatch_signal", "combine_signal", "next_task"):
         add(name, LINE)
     add("expert_send_count", problem.num_experts)
     if problem.num_ranks == 1:  # nobody else sends: the counts are received where they are made
@@ -222,7 +222,7 @@ def make_layout(problem: Problem, capacity: int, recipe: Recipe | None = None) -
         ("l1_acts_sf", (groups1, ring), f32, False),
         ("l1_topk_weights", (rows,), f32, False),
         ("token_src_metadata", (rows,), i32, False),
-        ("l2_acts", (ring, p.intermediate), fp8, False),
+        ("l2_acts", (ring // 64, p.intermediate // 64, 64, 64), fp8, False),
         ("l2_acts_sf", (groups2, ring), f32, False),
         ("combine_acts", (p.num_topk, capacity, p.hidden), "bfloat16", True),
         ("recv_stats", (p.num_local_experts,), i32, False),

@@ -12,25 +12,39 @@ threads            role                 registers
 
 The math warpgroups share every tile of the block (cooperative), or take turns (pingpong): the even
 tiles are warpgroup 0's, the odd ones warpgroup 1's, and while one writes its tile the other
-multiplies. The load role does not tell the modes apart.
+multiplies. The load role does not tell the modes apart. The warp that loads weights finds out which
+tile comes next and tells the others (device/lookahead.py, device/tasks.py).
 """
 
 import tilelang.language as T
 
-from .device import barriers, trace, walk
+from .device import barriers, trace
 from .device.barriers import BARRIERS_CUDA
+from .device.lookahead import LOOKAHEAD_CUDA, Lookahead, block_of
 from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
 from .device.pingpong import Turns
 from .device.plan import FP8, Params, Plan
 from .device.remote import REMOTE_CUDA
+from .device.report import REPORT_CUDA, Report
 from .device.ring import Cursor, Shared
+from .device.tasks import TASKS_CUDA
 from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
 from .phases import combine, dispatch, linear1, linear2
 from .phases.dispatch import DISPATCH_CUDA
 from .scaling import SCALING_CUDA
 
-DEVICE_CUDA = BARRIERS_CUDA + REMOTE_CUDA + WALK_CUDA + MATMUL_CUDA + SCALING_CUDA + DISPATCH_CUDA
+DEVICE_CUDA = (
+    BARRIERS_CUDA
+    + REMOTE_CUDA
+    + REPORT_CUDA
+    + TASKS_CUDA
+    + LOOKAHEAD_CUDA
+    + WALK_CUDA
+    + MATMUL_CUDA
+    + SCALING_CUDA
+    + DISPATCH_CUDA
+)
 
 PASS_CONFIGS = {
     # Else address_of() arguments are wrapped in bound checks and code generation fails.
@@ -46,33 +60,26 @@ PASS_CONFIGS = {
 def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
     """Walk the tiles and fill the ring; `what` = (rows too, weights too). Role: load, one warp."""
     cursor = Cursor(plan.schedule.stages, 1)
-    index = T.alloc_var("int32")
-    task = T.alloc_var("int32")
+    ahead = Lookahead(plan, p, shared, grid_block, what)
     block = T.alloc_var("int32")
     tile = T.alloc_var("int32")
-    expert = T.alloc_var("int32")
-    index = grid_block
-    task = walk.task_expression(plan, p, shared, index)
+    ahead.start()
     # Nested whiles, not an if: a lowered `if` repeats its condition for each statement inside.
-    while task >= 0:
+    while ahead.code[0] >= 0:
         if plan.runs("linear1"):
-            while task >= LINEAR1_BIT:
-                block = (task >> 8) & 4194303
-                tile = task & 255
-                expert = walk.expert_expression(plan, shared, block)
-                linear1.load(plan, p, shared.ring, cursor, what, block, tile, expert)
+            while ahead.code[0] >= LINEAR1_BIT:
+                block = block_of(ahead.code[0])
+                tile = ahead.code[0] & 255
+                linear1.load(plan, p, shared, cursor, ahead, block, tile)
                 trace.mark_tile(plan, p, trace.LOAD, 1, block, tile)
-                index += plan.schedule.num_sms
-                task = walk.task_expression(plan, p, shared, index)
+                ahead.advance()
         if plan.runs("linear2"):
-            while (task >> 30) == 0:
-                block = (task >> 8) & 4194303
-                tile = task & 255
-                expert = walk.expert_expression(plan, shared, block)
-                linear2.load(plan, p, shared.ring, cursor, what, block, tile, expert)
+            while (ahead.code[0] >> 30) == 0:
+                block = block_of(ahead.code[0])
+                tile = ahead.code[0] & 255
+                linear2.load(plan, p, shared, cursor, ahead, block, tile)
                 trace.mark_tile(plan, p, trace.LOAD, 2, block, tile)
-                index += plan.schedule.num_sms
-                task = walk.task_expression(plan, p, shared, index)
+                ahead.advance()
 
 
 @T.macro
@@ -92,57 +99,64 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
     if plan.runs("linear1") or plan.runs("linear2"):
         acc = Accumulators(MAX_UNITS)
         cursor = Cursor(plan.schedule.stages, 0)
-        turns = Turns(plan, p, shared, cursor, grid_block, wg)
-        task = T.alloc_var("int32")
+        report = Report(plan, p, wg)
+        turns = Turns(plan, shared, cursor, wg)
         block = T.alloc_var("int32")
         tile = T.alloc_var("int32")
         expert = T.alloc_var("int32")
+        rows = T.alloc_var("int32")
         turn = T.alloc_var("int32", init=0)
         turns.start()
-        task = turns.task()
-        while task >= 0:
+        while turns.code[0] >= 0:
             if plan.runs("linear1"):
-                while task >= LINEAR1_BIT:
-                    block = (task >> 8) & 4194303
-                    tile = task & 255
-                    expert = walk.expert_expression(plan, shared, block)
+                while turns.code[0] >= LINEAR1_BIT:
+                    block = block_of(turns.code[0])
+                    tile = turns.code[0] & 255
+                    expert = turns.expert[0]
+                    rows = turns.rows[0]
                     turns.begin_multiply()
                     if plan.profile:
+                        report.pay_if_empty(shared.ring, cursor)
                         wait_for_stage(plan, p, shared, cursor, 1, block, tile)
-                    linear1.multiply(plan, p, shared, cursor, acc, wg, (block, tile, expert))
+                    weights = linear1.multiply(
+                        plan, p, shared, cursor, acc, wg, (block, tile, expert, rows), report
+                    )
                     turns.end_multiply()
                     trace.mark_tile(plan, p, trace.MULTIPLY, 1, block, tile)
                     turns.begin_finish()
                     if plan.schedule.pingpong:
                         trace.mark_tile(plan, p, trace.FINISH_TURN, 1, block, tile)
                     if plan.debug:
-                        linear1.write_accumulators(plan, p, acc, wg, (block, tile, expert))
-                    linear1.finish(plan, p, shared, acc, wg, (block, tile, expert), turn)
+                        linear1.write_accumulators(plan, p, acc, wg, (block, tile, expert, rows))
+                    linear1.finish(
+                        plan, p, shared, acc, wg, (block, tile, expert, rows), turn, weights
+                    )
                     turns.end_finish()
                     trace.mark_tile(plan, p, trace.FINISH, 1, block, tile)
                     turns.next()
-                    task = turns.task()
             if plan.runs("linear2"):
-                while (task >> 30) == 0:
-                    block = (task >> 8) & 4194303
-                    tile = task & 255
-                    expert = walk.expert_expression(plan, shared, block)
+                while (turns.code[0] >> 30) == 0:
+                    block = block_of(turns.code[0])
+                    tile = turns.code[0] & 255
+                    expert = turns.expert[0]
+                    rows = turns.rows[0]
                     turns.begin_multiply()
                     if plan.profile:
+                        report.pay_if_empty(shared.ring, cursor)
                         wait_for_stage(plan, p, shared, cursor, 2, block, tile)
-                    metadata = linear2.multiply(
-                        plan, p, shared, cursor, acc, wg, (block, tile, expert)
+                    targets = linear2.multiply(
+                        plan, p, shared, cursor, acc, wg, (block, tile, expert, rows), report
                     )
                     turns.end_multiply()
                     trace.mark_tile(plan, p, trace.MULTIPLY, 2, block, tile)
                     turns.begin_finish()
                     if plan.schedule.pingpong:
                         trace.mark_tile(plan, p, trace.FINISH_TURN, 2, block, tile)
-                    linear2.scatter(plan, p, shared, acc, wg, (block, tile, expert), metadata)
+                    linear2.scatter(plan, p, shared, acc, wg, (block, tile, expert, rows), targets)
                     turns.end_finish()
                     trace.mark_tile(plan, p, trace.FINISH, 2, block, tile)
                     turns.next()
-                    task = turns.task()
+        report.pay()
         turns.end()
     if plan.phase == "dispatch":
         # Nobody else waits for the rows here; counters are reset when all are pulled.

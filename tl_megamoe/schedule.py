@@ -125,7 +125,7 @@ class Schedule:
     math_registers: int = 232
     rows_in_flight: int = 3
     num_sms: int = 132
-    prefetch: int = 8
+    prefetch: int = 0
 
     # ---- identity
 
@@ -222,6 +222,11 @@ class Schedule:
         """Row chunks that a block has in flight during dispatch."""
         return self.dispatch_warps * self.rows_in_flight
 
+    @property
+    def task_slots(self) -> int:
+        """Tiles on their way from the load warps to the math warpgroups (device/tasks.py)."""
+        return self.stages + 6
+
     def linear1_tiles(self, problem: Problem) -> int:
         """Linear1 tiles of a pool block: each writes 128 intermediate columns."""
         return problem.intermediate // SCALE_BLOCK
@@ -236,15 +241,16 @@ class Schedule:
         TileLang starts each buffer, and dynamic behind static memory, at a multiple of 1 KiB.
         """
         scales = (recipe or Recipe()).scales_per_k_block
-        tables = problem.num_experts + 3 * problem.num_local_experts + 2
+        tables = 4 * self.task_slots + problem.num_experts + 3 * problem.num_local_experts + 2
         sizes = {
             "ring_a": self.stages * self.block_m * BLOCK_K,
             "ring_b": self.stages * self.max_block_n * BLOCK_K,
             "ring_a_sf": self.stages * scales * self.block_m * 4,
             "staging": STAGING_BYTES,
             "amax": 2 * 2 * self.block_m * 4,
+            "scales": 2 * scales * self.block_m * 4,
             "tables": 4 * tables,
-            "barriers": 8 * (2 * self.stages + self.row_slots),
+            "barriers": 8 * (2 * self.stages + self.row_slots + self.task_slots),
         }
         return {name: _smem_round(size) for name, size in sizes.items()}
 
@@ -480,5 +486,4 @@ def default_schedule(
         linear2_block_n=256 if wide or pingpong else 128,
         stages=max(2, min(4, shortest)),
         experts_per_wave=problem.num_local_experts,
-        prefetch=min(8, problem.hidden // BLOCK_K),
     )

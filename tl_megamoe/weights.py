@@ -1,8 +1,9 @@
 """Expert weights: as the model has them, and as the kernel reads them.
 
 A plain weight is (E, N, K) e4m3, row-major, with scales (E, N/128, K/128) float32. The kernel reads
-128 x 128 blocks that are contiguous in memory, and for W1 rows that alternate between 64 gate and
-64 up rows, so that one tile holds the two halves of the same intermediate columns.
+128 x 128 blocks that are contiguous in memory and swizzled (swizzle.py), and for W1 rows that
+alternate between 64 gate and 64 up rows, so that one tile holds the two halves of the same
+intermediate columns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .problem import SCALE_BLOCK, Problem
 from .scaling import E4M3
+from .swizzle import swizzle_rows
 
 INTERLEAVE = 64
 """Rows of gate, then of up, in the interleaved W1: half of the N of one WGMMA."""
@@ -73,17 +75,20 @@ def separate_gate_up(w: Tensor) -> Tensor:
 
 
 def pretile(w: Tensor) -> Tensor:
-    """Make every 128 x 128 block contiguous: (E, N, K) e4m3 -> (E, N/128, K/128, 128, 128)."""
+    """Make every 128 x 128 block contiguous, as WGMMA reads it (`swizzle_rows`).
+
+    (E, N, K) e4m3 -> (E, N/128, K/128, 128, 128).
+    """
     experts, rows, columns = w.shape
     shape = (experts, rows // SCALE_BLOCK, SCALE_BLOCK, columns // SCALE_BLOCK, SCALE_BLOCK)
-    return w.contiguous().view(torch.uint8).view(shape).transpose(2, 3).contiguous().view(w.dtype)
+    return swizzle_rows(_bytes(w).view(shape).transpose(2, 3)).view(w.dtype)
 
 
 def untile(tiled: Tensor) -> Tensor:
     """Exact inverse of `pretile`: (E, N/128, K/128, 128, 128) -> (E, N, K)."""
     experts, row_blocks, column_blocks = tiled.shape[:3]
     shape = (experts, row_blocks * SCALE_BLOCK, column_blocks * SCALE_BLOCK)
-    codes = tiled.contiguous().view(torch.uint8).transpose(2, 3)
+    codes = swizzle_rows(_bytes(tiled)).transpose(2, 3)
     return codes.reshape(shape).view(tiled.dtype)
 
 

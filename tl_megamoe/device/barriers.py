@@ -9,7 +9,7 @@ MATH                     256                  all tiles of this block are done; 
 MULTIPLY + warpgroup     256 (128 arrive)     pingpong: the other warpgroup's products are issued
 FINISH + warpgroup       256 (128 arrive)     pingpong: the other warpgroup's tile is written
 AMAX                     256                  both math warpgroups have written their row maxima
-STAGING + warpgroup      128                  the warpgroup's stores are issued; one thread reports
+STAGING + warpgroup      128                  the warpgroup's staging is free, or filled
 
 A barrier of all ranks is a grid barrier whose last block tells the peers: every rank keeps a word a
 peer, in which that peer counts its launches (system scope, over NVLink), and waits until all of
@@ -69,7 +69,7 @@ TLMM_DEV void tlmm_bar(int id, int n) { asm volatile("bar.sync %0, %1;" :: "r"(i
 TLMM_DEV void tlmm_bar_arrive(int id, int n) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(n) : "memory"); }
 // Full proxy fence (TileLang's is .shared::cta only): generic stores before it are seen by TMA after it.
 TLMM_DEV void tlmm_fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// The first wait of a tag to time out on a GPU, which is the one that has been stuck longest, fills the tag's slot.
+// The first wait of a tag to notice that it has timed out, on a GPU, fills the tag's slot.
 // All linger before they end the launch, so that every tag that is stuck reports: the host names the cause among
 // them, the others are its consequences. Claims are never given back: the context is lost.
 static __device__ unsigned tlmm_claims[16];
@@ -83,8 +83,10 @@ TLMM_DEV void tlmm_check_timeout(unsigned long long start, int timeout_ms, long 
     r[7] = tile; r[8] = have; r[9] = want;
     asm volatile("fence.acq_rel.sys;" ::: "memory"); r[0] = tag;
     asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-  while (tlmm_now() - start <= bound + 100000000ull) {}
-  asm volatile("st.global.u32 [%0], %1;" :: "l"(0ull), "r"(tag) : "memory"); }
+  start = tlmm_now();
+  while (tlmm_now() - start <= 100000000ull) {}
+  asm volatile("st.global.u32 [%0], %1;" :: "l"(0ull), "r"(tag) : "memory");
+  for (;;) asm volatile("nanosleep.u32 1000;" ::: "memory"); }  // never back: no register has to outlive this
 TLMM_DEV void tlmm_wait_equal(const void* p, int want, long long report, int timeout_ms, int tag, int rank,
                               int block, int expert, int tile) {
   int v = tlmm_load_acquire(p); if (v == want) return;
@@ -112,7 +114,8 @@ TLMM_DEV void tlmm_grid_sync(void* p, int n, long long report, int timeout_ms, i
 TLMM_DEV void tlmm_rank_sync(void* grid, int n, const void* signal, const void* peers, long long signal_at, int ranks,
                              int rank, const void* send, long long recv_at, int experts, long long report,
                              int timeout_ms, int tag) {
-  int lane = (int)(threadIdx.x & 31), last = 0;
+  // Read by volatile assembly: else an address made from it is kept from one barrier to the next, and spilled.
+  int lane, last = 0; asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   const long long* base = (const long long*)peers;
   // Our own word is the number of launches before this one: nobody adds to it before this block has arrived.
   int want = tlmm_load_acquire_sys((const int*)signal + rank) + 1;

@@ -1,16 +1,22 @@
 """The scaled FP8 matrix product that linear1 and linear2 share.
 
-A unit is 64 rows of A times 128 rows of B: one WGMMA tile of one warpgroup, kept as two 64 x 64
-FP32 accumulators (`left`, `right`: gate and up of linear1, column halves of linear2). Each K block
-is multiplied into `raw` and then promoted: accumulator += raw * (row scale * weight scale). With 64
-columns an activation scale, a K block is two such products.
+A unit is 64 rows of A times 128 rows of B: one WGMMA tile of one warpgroup. Each K block is
+multiplied into `raw` and then promoted: total += raw * (row scale * weight scale). With 64 columns
+an activation scale, a K block is two such products. The first 64 of the 128 columns are gate in
+linear1 and the left half of the columns in linear2, the others are up and the right half.
 
 warpgroups        units of a warpgroup            A rows of unit q     128-row block of B
 columns split     block_m / 64, one K loop        64 q                 the warpgroup's
 rows split        one a K loop                    64 by warpgroup      the only one
 pingpong          2, one K loop, own tile         all 64               q
 
-One raw accumulator: with two in flight in one warpgroup ptxas serialises WGMMA (C7514).
+Where the warpgroups split columns, a block with at most 64 rows is multiplied as one unit.
+
+Accumulators are plain arrays in WGMMA's register order and the product is a helper, not
+`T.wgmma_gemm`: beside the FFMAs of the promotion every other instruction of the K loop costs clock
+at the power limit (DESIGN.md, "Measuring"), and TileLang's takes its descriptors apart and together
+again for each of the eight WGMMAs of a K block. One raw accumulator: with two in flight in one
+warpgroup ptxas serialises WGMMA (C7514).
 """
 
 from __future__ import annotations
@@ -23,10 +29,58 @@ from ..schedule import Schedule
 from .plan import Plan
 
 MAX_UNITS = 2
+RAW = 64
+"""Values a thread holds of a 64 x 128 product."""
 
-MATMUL_CUDA = r"""
-// Largest magnitudes of the two rows a thread holds of a 64 x 64 half of a WGMMA accumulator (PTX ISA: value
-// v of a thread is in row half v / 2 % 2; the 4 lanes of a quad share their rows). fmaxf drops NaN.
+
+def _operands(n: int, first: int = 0) -> str:
+    return ", ".join(f"%{first + i}" for i in range(n))
+
+
+def _in_out(name: str, n: int) -> str:
+    return ", ".join(f'"+f"({name}[{i}])' for i in range(n))
+
+
+MATMUL_CUDA = (
+    r"""
+// The lower half of a WGMMA descriptor: address / 16, and 1 where swizzled layouts have no stride. Read through lane
+// 0, so that the compiler knows it to be uniform and keeps its arithmetic off the vector registers.
+TLMM_DEV unsigned tlmm_descriptor(const void* p) {
+  return __shfl_sync(0xffffffffu, (tlmm_smem(p) >> 4 & 0x3fff) | 0x10000, 0); }
+// One WGMMA: raw (64 x 128) = or += 32 columns of A times 32 of B. `high` holds stride and swizzle (PTX ISA,
+// "Matrix descriptor format"): 8 rows of 128 bytes, or of 64.
+#define TLMM_ROWS_128B 0x40000040u
+#define TLMM_ROWS_64B 0x80000020u
+template <bool ADD, unsigned HIGH_A>
+TLMM_DEV void tlmm_wgmma(float* raw, unsigned a, unsigned b) {
+  unsigned long long da = (unsigned long long)HIGH_A << 32 | a;
+  unsigned long long db = (unsigned long long)TLMM_ROWS_128B << 32 | b;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
+    "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"""
+    + _operands(RAW)
+    + r"""}, %64, %65, p, 1, 1;}"
+    : """
+    + _in_out("raw", RAW)
+    + r""" : "l"(da), "l"(db), "n"(ADD)); }
+// raw = COUNT WGMMAs from the FIRST on of the 4 of a K block. A lies in rows of 128 bytes, or as two blocks of 64
+// rows of 64 bytes (NARROW).
+template <int FIRST, int COUNT, bool NARROW>
+TLMM_DEV void tlmm_product(float* raw, unsigned a, unsigned b) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  #pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; i++) {
+    unsigned at = a + (NARROW ? (i >> 1) * 256 + (i & 1) * 2 : i * 2);
+    if (i == FIRST) tlmm_wgmma<false, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2);
+    else tlmm_wgmma<true, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2); }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+TLMM_DEV float tlmm_lane_value(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane & 31); }
+// The product is in `raw`: named as operands, else the compiler reads them before the wait.
+TLMM_DEV void tlmm_wait_product(float* raw) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : """
+    + _in_out("raw", RAW)
+    + r""" :: "memory"); }
+// Largest magnitudes of the two rows a thread holds of 64 columns (PTX ISA: value v of a thread is in row half
+// v / 2 % 2; the 4 lanes of a quad share their rows). fmaxf drops NaN.
 TLMM_DEV void tlmm_row_maxima(const float* half, float* amax) {
   float low = 0.0f, high = 0.0f;
   #pragma unroll
@@ -41,8 +95,8 @@ TLMM_DEV void tlmm_row_maxima(const float* half, float* amax) {
 // Below, the lane is read by volatile assembly: from threadIdx the compiler computes the staging addresses once for
 // all tiles, keeps them under the K loops and spills (10 registers in pingpong mode).
 TLMM_DEV unsigned tlmm_lane() { unsigned lane; asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)); return lane; }
-// The 16 rows x 64 columns of a warp's half of an accumulator as e4m3 into 1 KiB of its own staging. The 16-byte
-// chunks of a staged row are swizzled by its row pair, else every second row would share banks.
+// The 16 rows x 64 columns of a warp as e4m3 into 1 KiB: rows of 64 bytes, whose 16-byte chunks are swizzled by row
+// pair, as a WGMMA operand wants them.
 TLMM_DEV void tlmm_stage_codes(const float* half, void* staging) {
   unsigned lane = tlmm_lane(), row = lane >> 2, quad = lane & 3, turn = row >> 1 & 3;
   char* s = (char*)staging + row * 64 + quad * 2;
@@ -54,30 +108,27 @@ TLMM_DEV void tlmm_stage_codes(const float* half, void* staging) {
     unsigned at = ((v >> 3 ^ turn) << 4) + (v >> 2 & 1) * 8;
     *(unsigned short*)(s + at) = low;
     *(unsigned short*)(s + 512 + at) = high; } }
-// Staged codes to rows `stride` bytes apart: 16-byte stores, 4 lanes a row.
-TLMM_DEV void tlmm_store_codes(const void* staging, void* out, long long stride) {
-  unsigned lane = tlmm_lane(), row = lane >> 2, quad = lane & 3, turn = row >> 1 & 3;
-  const char* s = (const char*)staging + row * 64 + ((quad ^ turn) << 4);
+// 16 rows x 64 columns of a warp as BF16 into 2 KiB, 16-byte chunks swizzled by row: four 8 x 8 matrices a store.
+template <int FIRST>
+TLMM_DEV void tlmm_stage_rows(const float* total, void* staging) {
+  const float* half = total + FIRST;
+  unsigned lane = tlmm_lane(), row = lane & 15, side = lane >> 4;
+  unsigned s = tlmm_smem(staging) + row * 128;
   #pragma unroll
-  for (int step = 0; step < 2; step++)
-    *(uint4*)((char*)out + (step * 8 + row) * stride + quad * 16) = *(const uint4*)(s + step * 512); }
-// The same rows as BF16 into 2 KiB of the warp's staging, 16-byte chunks swizzled by row.
-TLMM_DEV void tlmm_stage_rows(const float* half, void* staging) {
-  unsigned lane = tlmm_lane(), row = lane >> 2, quad = lane & 3;
-  char* s = (char*)staging + row * 128 + quad * 4;
-  #pragma unroll
-  for (int v = 0; v < 32; v += 4) {
-    unsigned low, high;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(half[v + 1]), "f"(half[v]));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(half[v + 3]), "f"(half[v + 2]));
-    *(unsigned*)(s + ((v >> 2 ^ row) << 4)) = low;
-    *(unsigned*)(s + 1024 + ((v >> 2 ^ row) << 4)) = high; }
+  for (int v = 0; v < 32; v += 8) {
+    unsigned r[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r[i]) : "f"(half[v + 2 * i + 1]), "f"(half[v + 2 * i]));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+      :: "r"(s + (((v >> 2) + side ^ row & 7) << 4)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory"); }
   __syncwarp(); }
 // One staged row to `to`, 8 lanes a row: this lane's 16 bytes of row `row`.
 TLMM_DEV void tlmm_store_row(long long to, const void* staging, int row) {
   unsigned chunk = tlmm_lane() & 7;
   *(uint4*)(to + chunk * 16) = *(const uint4*)((const char*)staging + row * 128 + ((chunk ^ (row & 7)) << 4)); }
 """
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,52 +166,50 @@ class Share:
     def units(self) -> tuple[int, ...]:
         return tuple(q for loop in self.loops for q in loop)
 
+    def of_rows(self, units: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """Those of `units` that lie in the first `rows` rows of a block, where columns are split."""
+        return tuple(q for q in units if not self.splits_columns or self.a_row[q] < rows)
+
 
 @T.meta_class
 class Accumulators:
-    """Registers of one math warpgroup: `MAX_UNITS` units, the raw product, the row scales.
+    """Registers of one math warpgroup, in WGMMA's order: value v of a thread is in row
+    `lane // 4 + 8 * (v // 2 % 2)` of its warp's 16 and in column `8 * (v // 4) + 2 * (lane % 4) + v % 2`.
 
-    The layout of `left` is inferred from the first half of `raw`: 64 values a thread, of which the
-    first 32 exist, in WGMMA's order (`T.reduce_absmax` would read all 64, TileLang 0.1.15). The
-    helpers below that take a half's registers rely on that order; `right` has another one.
+    Attributes:
+        raw: the product of one K block.
+        total: sums of a unit each.
+        row_sf: of a K block, by row half.
     """
 
     def __init__(self, units: int):
-        self.raw = T.alloc_fragment((64, 128), "float32")
-        self.left = tuple(T.alloc_fragment((64, 64), "float32") for _ in range(units))
-        self.right = tuple(T.alloc_fragment((64, 64), "float32") for _ in range(units))
-        self.row_sf = T.alloc_fragment((64,), "float32")
+        self.raw = T.alloc_local((RAW,), "float32")
+        self.total = tuple(T.alloc_local((RAW,), "float32") for _ in range(units))
+        self.row_sf = T.alloc_local((2,), "float32")
 
 
-def row_maxima(half, amax):
-    """amax <- largest magnitude of each row of an accumulator half; NaN is left out."""
-    return T.call_extern("handle", "tlmm_row_maxima", half.data, amax.data)
+LEFT, RIGHT = 0, RAW // 2
+"""First value of the first and last 64 columns of a unit: gate and up of linear1."""
 
 
-def stage_codes(half, staging):
-    """A warp's 16 rows of an accumulator half as e4m3 into 1 KiB of its own staging.
+def row_maxima(total, amax):
+    """amax <- largest magnitudes of a thread's two rows over the left 64 columns; NaN is left out."""
+    return T.call_extern("handle", "tlmm_row_maxima", total.data, amax.data)
+
+
+def stage_codes(total, staging):
+    """A warp's 16 rows x left 64 columns as e4m3 into 1 KiB.
 
     Args:
-        half: (64, 64) float32 accumulators, scaled to the range of e4m3 already.
+        total: of a unit, scaled to the range of e4m3 already.
         staging: address of 1 KiB that only this warp uses.
     """
-    return T.call_extern("handle", "tlmm_stage_codes", half.data, staging)
+    return T.call_extern("handle", "tlmm_stage_codes", total.data, staging)
 
 
-def store_codes(staging, out, stride: int):
-    """What `stage_codes` staged (16 rows of 64 columns) to global memory, behind a `sync_warp`.
-
-    Args:
-        staging: as there.
-        out: address of the first row's first column.
-        stride: bytes from row to row.
-    """
-    return T.call_extern("handle", "tlmm_store_codes", staging, out, T.int64(stride))
-
-
-def stage_rows(half, staging):
-    """A warp's 16 rows of an accumulator half as BF16 into 2 KiB of its own staging."""
-    return T.call_extern("handle", "tlmm_stage_rows", half.data, staging)
+def stage_rows(total, first: int, staging):
+    """A warp's 16 rows x 64 columns (`LEFT` or `RIGHT`) as BF16 into 2 KiB of its own staging."""
+    return T.call_extern("handle", f"tlmm_stage_rows<{first}>", total.data, staging)
 
 
 def store_row(to_address, staging, row):
@@ -168,61 +217,79 @@ def store_row(to_address, staging, row):
     return T.call_extern("handle", "tlmm_store_row", to_address, staging, row)
 
 
+def thread_row(tx):
+    """The lower of the two rows, of a unit's 64, that thread `tx` of a math warpgroup holds."""
+    return tx % 128 // 32 * 16 + tx % 32 // 4
+
+
 @T.macro
-def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, on_first_k):
+def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, beside):
     """Multiply one tile's K blocks and promote them. Role: math (128 threads).
 
     Args:
         plan: the program's.
         ring: operands, filled by the load role in the same order.
         cursor: this role's place in the ring.
-        acc: accumulators; those of `units` are overwritten.
+        acc: accumulators; the totals of `units` are overwritten.
         share: where the units' operands lie in a stage.
         units: unit indices computed from each K block (Python tuple).
-        num_k: (K blocks, activation scales of a row in each).
+        num_k: (K blocks, activation scales of a row in each, whether A is `NARROW`).
         w_sf: weight scales (expert, N/128, K/128).
-        at: (expert, scale rows, (row of the left, row of the right accumulators) for each unit, as
+        at: (expert, scale rows, (row of the left, row of the right columns) for each unit, as
             positions in `scale rows`).
-        on_first_k: its `fetch()` is emitted under the first K block's product; or None.
+        beside: its `under_product(k, K blocks)` is emitted under the first product of K block k.
     """
     expert, sf_rows, sf_of = at
-    num_blocks, groups = num_k
-    width = 128 // groups
+    num_blocks, groups, narrow = num_k
+    wgmmas = 4 // groups
+    tx = T.get_thread_binding()
+    lane = tx % 32
+    row = thread_row(tx)
+    # Lane l holds the weight scales of K block l; 32 K blocks on the next ones are loaded.
+    lane_sf = tuple(T.alloc_var("float32") for _ in sf_rows)
     sf = tuple(T.alloc_var("float32") for _ in sf_rows)
-    next_sf = tuple(T.alloc_var("float32") for _ in sf_rows)
+    a_at = T.alloc_var("uint32")
+    b_at = T.alloc_var("uint32")
     for r in tuple(range(len(sf_rows))):
-        next_sf[r][0] = w_sf[expert, sf_rows[r], 0]
+        lane_sf[r][0] = w_sf[expert, sf_rows[r], T.min(lane, num_blocks - 1)]
     for q in units:
-        T.clear(acc.left[q])
-        T.clear(acc.right[q])
+        for v in T.unroll(RAW):
+            acc.total[q][v] = 0.0
     for k in T.serial(num_blocks):
-        for r in tuple(range(len(sf_rows))):
-            sf[r][0] = next_sf[r][0]
         ring.wait(cursor)
+        a_at = T.call_extern(
+            "uint32", "tlmm_descriptor", T.address_of(ring.a[cursor.stage[0], 0, 0])
+        )
+        b_at = T.call_extern(
+            "uint32", "tlmm_descriptor", T.address_of(ring.b[ring.b_at(cursor, 0)])
+        )
         for q in units:
             for group in tuple(range(groups)):
-                first, last = group * width, (group + 1) * width
-                T.wgmma_gemm(
-                    ring.a[cursor.stage[0], share.a_row[q] : share.a_row[q] + 64, first:last],
-                    ring.b[cursor.stage[0], share.b_block[q], :, first:last],
-                    acc.raw,
-                    transpose_B=True,
-                    clear_accum=True,
+                T.call_extern(
+                    "handle",
+                    f"tlmm_product<{group * wgmmas}, {wgmmas}, {'true' if narrow else 'false'}>",
+                    acc.raw.data,
+                    a_at + share.a_row[q] * 8,
+                    b_at + share.b_block[q] * 1024,
                 )
-                for i in T.Parallel(64):
-                    acc.row_sf[i] = ring.a_sf[cursor.stage[0], group, share.a_row[q] + i]
+                for h in (0, 1):
+                    acc.row_sf[h] = ring.a_sf[cursor.stage[0], group, share.a_row[q] + row + 8 * h]
                 if (q, group) == (units[0], 0):
-                    # The next K block's weight scales, under this product.
                     for r in tuple(range(len(sf_rows))):
-                        next_sf[r][0] = w_sf[expert, sf_rows[r], T.min(k + 1, num_blocks - 1)]
-                    if on_first_k is not None:
-                        if k == 0:
-                            on_first_k.fetch()
-                T.wait_wgmma(0)
+                        sf[r][0] = T.call_extern("float32", "tlmm_lane_value", lane_sf[r][0], k)
+                    if num_blocks > 32:
+                        if k % 32 == 31:
+                            for r in tuple(range(len(sf_rows))):
+                                lane_sf[r][0] = w_sf[
+                                    expert, sf_rows[r], T.min(k + 1 + lane, num_blocks - 1)
+                                ]
+                    beside.under_product(k, num_blocks)
+                T.call_extern("handle", "tlmm_wait_product", acc.raw.data)
                 if (q, group) == (units[-1], groups - 1):
                     ring.release(cursor)
-                for i, j in T.Parallel(64, 64):
-                    acc.left[q][i, j] += acc.raw[i, j] * (acc.row_sf[i] * sf[sf_of[q][0]][0])
-                for i, j in T.Parallel(64, 64):
-                    acc.right[q][i, j] += acc.raw[i, j + 64] * (acc.row_sf[i] * sf[sf_of[q][1]][0])
+                for half in (0, 1):
+                    for v in T.unroll(RAW // 2):
+                        acc.total[q][v + half * (RAW // 2)] += acc.raw[v + half * (RAW // 2)] * (
+                            acc.row_sf[v // 2 % 2] * sf[sf_of[q][half]][0]
+                        )
         cursor.advance()

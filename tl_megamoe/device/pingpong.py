@@ -13,40 +13,53 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from . import barriers, walk
-from .plan import Params, Plan
+from . import barriers
+from .plan import Plan
+from .ring import Cursor
 from .walk import LINEAR1_BIT
 
 
 @T.meta_class
 class Turns:
-    """A math warpgroup's place in the walk; `cursor` passes over the other one's K blocks."""
+    """A math warpgroup's place in the walk; `cursor` passes over the other one's K blocks.
 
-    def __init__(self, plan: Plan, p: Params, shared, cursor, grid_block, wg: int):
+    Attributes:
+        code: of the tile whose turn it is (`walk.task_expression`), negative past the end.
+        expert: its expert.
+        rows: rows that its pool block holds.
+    """
+
+    def __init__(self, plan: Plan, shared, cursor, wg: int):
         self.plan = plan
-        self.p = p
-        self.shared = shared
+        self.tasks = shared.tasks
         self.cursor = cursor
         self.wg = wg
-        self.num_sms = plan.schedule.num_sms
         self.pingpong = plan.schedule.pingpong
-        self.index = T.alloc_var("int32", init=grid_block)
+        self.place = Cursor(plan.schedule.task_slots, 0)
+        self.code = T.alloc_var("int32", init=0)
+        self.expert = T.alloc_var("int32", init=0)
+        self.rows = T.alloc_var("int32", init=0)
         if self.pingpong:
-            self.other = T.alloc_var("int32", init=-1)
+            # Of the tile before, the other warpgroup's; the first tile of all has none, as good as
+            # one.
+            self.other = T.alloc_var("int32", init=0)
 
-    def task(self):
-        """The task at this warpgroup's position, -1 past the end."""
-        return walk.task_expression(self.plan, self.p, self.shared, self.index[0])
+    @T.inline
+    def read(self):
+        """The next tile, unless the last one has been read: then the code stays negative."""
+        if self.code[0] >= 0:
+            self.tasks.read(self.place, self.code, self.expert, self.rows)
+            self.place.advance()
 
     @T.inline
     def pass_over(self):
         """Step over one tile of the other warpgroup."""
-        self.other[0] = self.task()
+        self.read()
+        self.other[0] = self.code[0]
         if self.other[0] >= LINEAR1_BIT:
             self.cursor.skip(self.plan.groups1)
         if (self.other[0] >> 30) == 0:
             self.cursor.skip(self.plan.groups2)
-        self.index[0] = self.index[0] + self.num_sms
 
     @T.inline
     def start(self):
@@ -55,12 +68,13 @@ class Turns:
                 barriers.arrive(barriers.MULTIPLY, 256)
                 barriers.arrive(barriers.FINISH, 256)
                 self.pass_over()
+        self.read()
 
     @T.inline
     def next(self):
-        self.index[0] = self.index[0] + self.num_sms
         if self.pingpong:
             self.pass_over()
+        self.read()
 
     @T.inline
     def begin_multiply(self):
@@ -87,7 +101,6 @@ class Turns:
         """Take the turn that is left over, so that no barrier stays half full: it belongs to the
         warpgroup behind the last tile of the block, to warpgroup 0 when there was none."""
         if self.pingpong:
-            self.index[0] = self.index[0] - self.num_sms
-            if (self.index[0] < 0) | (self.task() >= 0):
+            if self.other[0] >= 0:
                 barriers.sync(barriers.MULTIPLY + self.wg, 256)
                 barriers.sync(barriers.FINISH + self.wg, 256)

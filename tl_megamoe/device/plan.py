@@ -102,6 +102,26 @@ class Plan:
         """Pool blocks that the pools have memory for; 2**31 - 1 when that is all of them."""
         return self.layout.ring_blocks(self.schedule.block_m) if self.ring_wraps else 2**31 - 1
 
+    def tile_rows(self, linear: int) -> tuple[int, ...]:
+        """Rows of A that a tile of linear1 or linear2 (`linear` is 1 or 2) may have.
+
+        A block of 128 rows that holds at most 64 is multiplied as one of 64, where the warpgroups
+        split the columns.
+        """
+        s = self.schedule
+        block_n = s.linear1_block_n if linear == 1 else s.linear2_block_n
+        return (64, 128) if s.block_m == 128 and block_n == 256 else (s.block_m,)
+
+    def takes(self, linear: int, rows: int, valid: Any) -> Any:
+        """Whether a block with `valid` rows is multiplied as a tile of `rows` rows."""
+        if len(self.tile_rows(linear)) == 1:
+            return True
+        return valid <= 64 if rows == 64 else valid > 64
+
+    def valid_rows(self, shared: Any, block: Any, expert: Any) -> Any:
+        """Rows of a traced pool block that its expert received."""
+        return shared.total[expert] - (block - shared.first_block[expert]) * self.schedule.block_m
+
     def ring_row(self, block: Any) -> Any:
         """First row in memory of a traced pool block."""
         return (block % self.ring_blocks if self.ring_wraps else block) * self.schedule.block_m

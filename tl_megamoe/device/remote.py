@@ -17,12 +17,21 @@ TLMM_DEV void tlmm_pull(void* s, long long from, void* bar, unsigned n) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(tlmm_smem(bar)), "r"(n) : "memory");
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
     :: "r"(tlmm_smem(s)), "l"(from), "r"(n), "r"(tlmm_smem(bar)) : "memory"); }
-// One row chunk from shared memory into the pool; returns when it is written and the chunk may be reused.
+// One row chunk from shared memory into the pool: starts; `tlmm_wait_put` returns when it is written and the chunk
+// may be reused.
 TLMM_DEV void tlmm_put(void* pool, long long byte, const void* s, unsigned n) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
     :: "l"((char*)pool + byte), "r"(tlmm_smem(s)), "r"(n) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+TLMM_DEV void tlmm_wait_put() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Bytes for a barrier, and a copy that brings some of them.
+TLMM_DEV void tlmm_expect(void* bar, unsigned n) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" :: "r"(tlmm_smem(bar)), "r"(n) : "memory"); }
+TLMM_DEV void tlmm_arrive_expect(void* bar, unsigned n) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(tlmm_smem(bar)), "r"(n) : "memory"); }
+TLMM_DEV void tlmm_load_bulk(void* s, const void* from, unsigned n, void* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+    :: "r"(tlmm_smem(s)), "l"(from), "r"(n), "r"(tlmm_smem(bar)) : "memory"); }
 // A warp asks for `pieces` neighbouring pieces of `bytes` bytes each to be brought to L2.
 TLMM_DEV void tlmm_prefetch(const void* base, long long offset, int pieces, int bytes) {
   if (bytes <= 0) return;
@@ -49,7 +58,7 @@ def pull(chunk, from_address, barrier, num_bytes: int):
 
 
 def put(pool, byte_offset, chunk, num_bytes: int):
-    """Write one chunk to `pool` at a 64-bit byte offset and wait for it."""
+    """Start to write one chunk to `pool` at a 64-bit byte offset."""
     return T.call_extern(
         "handle",
         "tlmm_put",
@@ -58,3 +67,8 @@ def put(pool, byte_offset, chunk, num_bytes: int):
         T.address_of(chunk),
         num_bytes,
     )
+
+
+def wait_put():
+    """Wait until what this thread has put is in the pool."""
+    return T.call_extern("handle", "tlmm_wait_put")

@@ -12,9 +12,11 @@ another warp of its warpgroup may still read.
 from __future__ import annotations
 
 import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from ..schedule import BLOCK_K
 from .plan import FP8, Plan
+from .tasks import Tasks
 
 
 @T.meta_class
@@ -53,18 +55,32 @@ class Cursor:
 
 @T.meta_class
 class Ring:
-    """Staged operand tiles with a full and an empty barrier a stage."""
+    """Staged operand tiles with a full and an empty barrier a stage.
+
+    Attributes:
+        a: of linear1, rows of 128 bytes; of linear2, for every 64 rows two blocks of 64 rows x 64
+            bytes, as they lie in memory.
+        b: 128-row blocks of weights, rows of 128 bytes, as they lie in memory.
+        a_sf: scales of the rows of `a`.
+    """
 
     def __init__(self, plan: Plan):
         s = plan.schedule
         self.stages = s.stages
         self.a = T.alloc_shared((s.stages, s.block_m, BLOCK_K), FP8)
-        # Blocks of 128 rows, as they arrive: with 64-column scales a stage is stored in two halves
-        # of K, and a copy of half its rows would not be contiguous.
-        self.b = T.alloc_shared((s.stages, s.max_block_n // 128, 128, BLOCK_K), FP8)
+        self.b_blocks = s.max_block_n // BLOCK_K
+        # Of words: with bytes, the index of a stage is a multiple of 32768, which TVM takes for
+        # the lanes of a vector, as an int16.
+        self.b = T.alloc_shared((s.stages * s.max_block_n * BLOCK_K // 4,), "uint32")
         self.a_sf = T.alloc_shared((s.stages, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.full = T.alloc_barrier([s.load_warps] * s.stages)
         self.empty = T.alloc_barrier([s.tile_warps] * s.stages)
+        # What WGMMA reads, and TMA therefore writes: 16-byte chunks swizzled by row.
+        T.annotate_layout({self.a: make_full_bank_swizzled_layout(self.a)})
+
+    def b_at(self, cursor, block):
+        """Where a 128-row block of weights of the stage begins in `b`."""
+        return (cursor.stage[0] * self.b_blocks + block) * (BLOCK_K * BLOCK_K // 4)
 
     @T.inline
     def acquire(self, cursor):
@@ -85,50 +101,79 @@ class Ring:
             T.mbarrier_arrive(self.empty[cursor.stage[0]])
 
 
+def expect(ring, cursor, num_bytes: int, arrive: bool):
+    """Add to the bytes that the stage waits for; with `arrive`, this warp brings no more."""
+    name = "tlmm_arrive_expect" if arrive else "tlmm_expect"
+    return T.call_extern("handle", name, T.address_of(ring.full[cursor.stage[0]]), num_bytes)
+
+
+def copy(ring, cursor, to, source, num_bytes: int):
+    """Start a bulk copy of contiguous bytes into the stage."""
+    return T.call_extern(
+        "handle",
+        "tlmm_load_bulk",
+        T.address_of(to),
+        T.address_of(source),
+        num_bytes,
+        T.address_of(ring.full[cursor.stage[0]]),
+    )
+
+
+def _first_row(cursor, num_k: int):
+    """0. With one K block it must not be known to be: the whole index would be a multiple of 32768,
+    which TVM takes for the lanes of a vector, as an int16."""
+    return T.min(cursor.stage[0], 0) if num_k == 1 else 0
+
+
 @T.macro
-def fill(ring, cursor, what, acts, acts_sf, rows, weights, at, num_k):
+def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
     """Fill the ring with the K blocks of one tile. Role: load, one warp.
 
     Args:
         ring: where the operands go.
         cursor: this warp's place in the ring.
-        what: (rows too, weights too), Python bools: one warp may load both.
-        acts: pool (rows, K) e4m3.
-        acts_sf: its scales (K/128 x scales of a K block, rows) float32.
+        ahead: the warp's `Lookahead`: what it loads, and what it does halfway.
+        acts: its `start(ring, cursor, row, num_rows, k)` starts the copies of the rows.
+        acts_sf: their scales (K/128 x scales of a K block, rows) float32.
         rows: (first row of the tile in memory, number of rows, scales of a K block).
         weights: pre-tiled (experts, N/128, K/128, 128, 128) e4m3.
         at: (expert, first block of 128 weight rows, number of such blocks).
         num_k: K blocks.
+        part: 0 in the first loop over a tile's K blocks.
     """
-    with_a, with_b = what
-    row, block_m, scales = rows
+    with_a, with_b = ahead.loads_rows, ahead.publishes
+    row, num_rows, scales = rows
     expert, first_block, num_blocks = at
     for k in T.serial(num_k):
         ring.acquire(cursor)
         if with_a:
-            T.tma_copy(
-                acts[row : row + block_m, k * BLOCK_K : (k + 1) * BLOCK_K],
-                ring.a[cursor.stage[0], :, :],
-                barrier=ring.full[cursor.stage[0]],
-                leader_scope_threads=32,
-            )
-            for group in tuple(range(scales)):
-                T.tma_copy(
-                    acts_sf[k * scales + group, row : row + block_m],
-                    ring.a_sf[cursor.stage[0], group, :],
-                    barrier=ring.full[cursor.stage[0]],
-                    leader_scope_threads=32,
-                )
+            acts.start(ring, cursor, row, num_rows, k)
+            if T.shuffle_elect(32):
+                expect(ring, cursor, scales * num_rows * 4, False)
+                for group in tuple(range(scales)):
+                    copy(
+                        ring,
+                        cursor,
+                        ring.a_sf[cursor.stage[0], group, 0],
+                        acts_sf[k * scales + group, row],
+                        num_rows * 4,
+                    )
         if with_b:
-            for b in tuple(range(num_blocks)):
-                T.tma_copy(
-                    weights[expert, first_block + b, k, :, :],
-                    ring.b[cursor.stage[0], b, :, :],
-                    barrier=ring.full[cursor.stage[0]],
-                    leader_scope_threads=32,
-                )
-        ring.commit(cursor)
+            if T.shuffle_elect(32):
+                expect(ring, cursor, num_blocks * BLOCK_K * BLOCK_K, not with_a)
+                for b in tuple(range(num_blocks)):
+                    copy(
+                        ring,
+                        cursor,
+                        ring.b[ring.b_at(cursor, b)],
+                        weights[expert, first_block + b, k, _first_row(cursor, num_k), 0],
+                        BLOCK_K * BLOCK_K,
+                    )
+        if with_a:
+            ring.commit(cursor)
         cursor.advance()
+        if part == 0:
+            ahead.halfway(k, num_k)
 
 
 class Table:
@@ -152,7 +197,13 @@ class Table:
 class Shared:
     """Everything a block keeps in shared memory; Schedule.smem_buffers counts the same.
 
+    Attributes:
+        staging: 8 KiB a math warpgroup: codes of a linear1 tile, then rows of a linear2 tile.
+        amax: row maxima that the math warpgroups exchange.
+        scales: of a linear1 tile, by warpgroup, on their way to memory.
+
     table          entries               holds
+    tasks          4 a slot              tiles on their way to the math warpgroups
     counts         experts               this block's routes, then received counts by source rank
     total          local experts         rows received
     first_block    local experts + 1     first pool block, number of blocks at the end
@@ -165,10 +216,13 @@ class Shared:
         self.ring = Ring(plan)
         self.staging = T.alloc_shared((128, 64), "bfloat16")
         self.amax = T.alloc_shared((2, 2, s.block_m), "float32")
+        self.scales = T.alloc_shared((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.rows = T.alloc_shared((s.row_slots, plan.row_chunk), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)
-        self.tables = T.alloc_shared((problem.num_experts + 3 * local + 2,), "int32")
-        self.counts = Table(self.tables, 0)
-        self.total = Table(self.tables, problem.num_experts)
-        self.first_block = Table(self.tables, problem.num_experts + local)
-        self.first_row = Table(self.tables, problem.num_experts + 2 * local + 1)
+        first = 4 * s.task_slots
+        self.tables = T.alloc_shared((first + problem.num_experts + 3 * local + 2,), "int32")
+        self.tasks = Tasks(s.task_slots, self.tables, 0)
+        self.counts = Table(self.tables, first)
+        self.total = Table(self.tables, first + problem.num_experts)
+        self.first_block = Table(self.tables, first + problem.num_experts + local)
+        self.first_row = Table(self.tables, first + problem.num_experts + 2 * local + 1)

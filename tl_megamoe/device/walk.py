@@ -1,8 +1,8 @@
 """The tile order: which task comes at a position of the walk. One rule, three readers.
 
-A task is one tile of linear1 or linear2: a pool block and a column block. Block `b` of the grid runs
-the tasks b, b + num_sms, b + 2 num_sms, ... in this order, every role of it the same. Both orders put
-a linear2 tile behind all linear1 tiles of its pool block, so that a wait for them cannot deadlock
+A task is one tile of linear1 or linear2: a pool block and a column block. Block `b` of the grid
+begins with task b and claims every other (device/lookahead.py), in this order. Both orders put a
+linear2 tile behind all linear1 tiles of its pool block, so that a wait for them cannot deadlock
 while all blocks are resident.
 
 wave: experts in groups of `experts_per_wave`; all linear1 tiles of a group, then all its linear2 tiles.

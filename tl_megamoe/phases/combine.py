@@ -109,6 +109,8 @@ def reset_counters(plan: Plan, p: Params, shared: Shared, grid_block):
         for counter in ("l1_arrival_count", "l2_arrival", "l2_done"):
             p.workspace[plan.counter(counter) + i] = 0
         i += num_sms * 256
+    if (grid_block == 0) & (tx == 128):
+        p.workspace[plan.counter("next_task")] = 0
     i = grid_block * 256 + tx - 128
     while i < plan.problem.num_experts:
         p.workspace[plan.counter("expert_send_count") + i] = 0

@@ -23,7 +23,7 @@ import tilelang.language as T
 
 from ..device import barriers, trace
 from ..device.plan import Params, Plan
-from ..device.remote import peer_tensor, pull, put
+from ..device.remote import peer_tensor, pull, put, wait_put
 from ..device.ring import Shared
 from ..schedule import BLOCK_K, COUNTER_BITS
 
@@ -45,6 +45,17 @@ TLMM_DEV void tlmm_scan_counts(const int* received, int* counts, int ranks, int 
     if (x < experts) { total[x] = v; first_block[x] = blocks + sb - nb; first_row[x] = rows + sr - v; }
     blocks += __shfl_sync(0xffffffffu, sb, 31); rows += __shfl_sync(0xffffffffu, sr, 31); }
   if (lane == 0) { first_block[experts] = blocks; first_row[experts] = rows; } }
+// Helpers with 32-bit indices: TileLang's own are 64-bit, and take registers that pulling lacks.
+// Entry `within` of list `list` of src_routes, which lies `offset` bytes from the workspace.
+TLMM_DEV int tlmm_route(const void* workspace, long long offset, int list, int length, int within) {
+  return tlmm_load((const char*)workspace + offset + ((long long)list * length + within) * 4); }
+TLMM_DEV float tlmm_load_at(long long base, int index) { return ((const float*)base)[index]; }
+// The rank that sends a row of an expert, and which of its rows that is. Starts at the own rank and goes round:
+// ranks do not all pull from the same peer.
+TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts, int expert, int* within) {
+  int rank = own, n;
+  while (*within >= (n = counts[rank * experts + expert])) { *within -= n; rank = rank + 1 == ranks ? 0 : rank + 1; }
+  return rank; }
 """
 
 
@@ -216,7 +227,8 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     arrivals = T.alloc_var("int32")
     rank = T.alloc_var("int32")
     source = T.alloc_var("int32")
-    routes = peer_tensor(plan, p.peers, p.rank, "src_routes", layout.sections["src_routes"].shape)
+    steps = (plan.groups1 + 31) // 32
+    row_sf = T.alloc_local((s.rows_in_flight * steps,), "float32")
     # Pairs with the barrier that brought the routes: peers' plain stores of x, our bulk copies.
     barriers.fence_async()
     end = shared.first_row[local] * chunks
@@ -236,17 +248,41 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 expert += 1
             within = item - shared.first_row[expert]
             block = shared.first_block[expert] + within // s.block_m
+            if plan.fused and plan.ring_wraps:
+                if block >= plan.ring_blocks:
+                    barriers.wait_equal(
+                        p,
+                        plan.counter("l2_arrival") + block - plan.ring_blocks,
+                        plan.l2_arrival_target,
+                        barriers.TAG_POOL_RING,
+                        block,
+                        expert,
+                        -1,
+                    )
             pool_row = shared.first_block[expert] * s.block_m + within
             row_in_ring = plan.ring_row(block) + within % s.block_m
             arrivals = T.if_then_else(
                 within + 1 == shared.total[expert], s.block_m - within % s.block_m, 1
             )
-            # Start at the own rank and go round: ranks do not all pull from the same peer.
-            rank = p.rank
-            while within >= shared.counts[rank * local + expert]:
-                within -= shared.counts[rank * local + expert]
-                rank = T.if_then_else(rank + 1 == ranks, 0, rank + 1)
-            source = barriers.load(routes, expert, rank, within)
+            rank = T.call_extern(
+                "int32",
+                "tlmm_source_rank",
+                T.address_of(shared.counts[0]),
+                p.rank,
+                ranks,
+                local,
+                expert,
+                T.address_of(within),
+            )
+            source = T.call_extern(
+                "int32",
+                "tlmm_route",
+                T.address_of(p.workspace[0]),
+                T.int64(plan.offset("src_routes") - plan.offset("workspace")),
+                expert * ranks + rank,
+                layout.capacity * topk,
+                within,
+            )
             pull(
                 shared.rows[slot, 0],
                 p.peers[rank]
@@ -264,37 +300,22 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 p.metadata[pool_row] = (
                     rank * (1 << COUNTER_BITS) + source % topk * layout.capacity + source // topk
                 )
-            if plan.fused and plan.ring_wraps:
-                if block >= plan.ring_blocks:
-                    barriers.wait_equal(
-                        p,
-                        plan.counter("l2_arrival") + block - plan.ring_blocks,
-                        plan.l2_arrival_target,
-                        barriers.TAG_POOL_RING,
-                        block,
-                        expert,
-                        -1,
-                    )
         T.sync_warp()
-        # Row scales, a whole warp a row: groups1 floats, transposed into the pool.
-        for owner in T.unroll(s.rows_in_flight):
-            row = T.alloc_var("int32")
-            route = T.alloc_var("int32")
-            peer = T.alloc_var("int32")
+        # Row scales, a whole warp a row: groups1 floats, transposed into the pool. Those of all rows
+        # are on their way before the first is stored, and stored while the rows are.
+        for owner in tuple(range(s.rows_in_flight)):
             row = T.shfl_sync(T.if_then_else(chunk == 0, row_in_ring, -1), owner)
             route = T.shfl_sync(source, owner)
             peer = T.shfl_sync(rank, owner)
             if row >= 0:
-                scales = peer_tensor(plan, p.peers, peer, "x_sf", (layout.capacity, plan.groups1))
-                for step in T.unroll((plan.groups1 + 31) // 32):
+                for step in tuple(range(steps)):
                     if step * 32 + lane < plan.groups1:
-                        p.l1_acts_sf[step * 32 + lane, row] = scales[
-                            route // topk, step * 32 + lane
-                        ]
-        # Pairs with linear1's load: our plain stores of the scales, its TMA. sync_warp gathers the
-        # lanes' stores behind the release of the lane that reports the row.
-        barriers.fence_async()
-        T.sync_warp()
+                        row_sf[owner * steps + step] = T.call_extern(
+                            "float32",
+                            "tlmm_load_at",
+                            p.peers[peer] + plan.offset("x_sf"),
+                            route // topk * plan.groups1 + step * 32 + lane,
+                        )
         if pool_row >= 0:
             T.mbarrier_wait_parity(shared.row_bars[slot], parity)
             parity = parity ^ 1
@@ -304,6 +325,19 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 shared.rows[slot, 0],
                 chunk_bytes,
             )
+        T.sync_warp()
+        for owner in tuple(range(s.rows_in_flight)):
+            row = T.shfl_sync(T.if_then_else(chunk == 0, row_in_ring, -1), owner)
+            if row >= 0:
+                for step in tuple(range(steps)):
+                    if step * 32 + lane < plan.groups1:
+                        p.l1_acts_sf[step * 32 + lane, row] = row_sf[owner * steps + step]
+        # Pairs with linear1's load: our plain stores of the scales, its bulk loads. sync_warp
+        # gathers the lanes' stores behind the release of the lane that reports the row.
+        barriers.fence_async()
+        T.sync_warp()
+        if pool_row >= 0:
+            wait_put()
             barriers.add_release(p.workspace, plan.counter("l1_arrival_count") + block, arrivals)
         T.sync_warp()
         trace.mark_tile(plan, p, trace.PULL, 0, block, 0)

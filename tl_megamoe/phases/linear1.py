@@ -3,7 +3,7 @@
 A tile is (pool block, 128 intermediate columns): 256 rows of the interleaved W1.
 
 role   warps      work
-load   1 or 2     A: wait for the block's tokens, TMA rows and row scales; B: TMA weights
+load   1 or 2     A: wait for the block's tokens, TMA rows, bulk row scales; B: bulk weights
 math   4 + 4      K loop(s), SwiGLU, row maxima over the 128 columns, codes and scales to the pool
 
 barrier                    arrivals                         meaning
@@ -11,8 +11,10 @@ l1_arrival_count[block]    block_m x chunks (dispatch)      all rows of the bloc
 l2_done[earlier block]     one a linear2 tile (math)        its intermediate rows may be overwritten
 ring.full, ring.empty      see device/ring.py               a K block is there, is read
 AMAX                       256 (columns split, group 128)   row maxima are in shared memory
-STAGING + warpgroup        128                              the warpgroup's stores are issued
+STAGING + warpgroup        128                              staging is free; it is filled
 l2_arrival[block]          one a warpgroup of a tile        linear2 may read the block (gpu scope)
+
+The last comes when the tile's bulk stores are done: device/report.py.
 
 Which part of the tile a warpgroup computes is a `Share` (device/matmul.py): 64 rows and 64 matching
 gate and up columns a unit. With 128 columns a scale, a row's maximum is that of two units: of the
@@ -24,29 +26,59 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers, trace
-from ..device.matmul import Share, row_maxima, scaled_k_loop, stage_codes, store_codes
+from ..device.matmul import (
+    RAW,
+    Share,
+    row_maxima,
+    scaled_k_loop,
+    stage_codes,
+    thread_row,
+)
 from ..device.plan import Params, Plan
-from ..device.ring import Cursor, Ring, Shared, fill
+from ..device.report import Report, fence_shared, store_bulk
+from ..device.ring import Cursor, Shared, fill
 from ..recipe import Recipe
 from ..scaling import device_e4m3_scale, device_inverse
+from ..schedule import BLOCK_K
+
+
+@T.meta_class
+class Rows:
+    """Pool rows of linear1, row-major in memory: one TMA copy swizzles them."""
+
+    def __init__(self, acts):
+        self.acts = acts
+
+    @T.inline
+    def start(self, ring, cursor, row, num_rows, k):
+        T.tma_copy(
+            self.acts[row : row + num_rows, k * BLOCK_K : (k + 1) * BLOCK_K],
+            ring.a[cursor.stage[0], 0:num_rows, :],
+            barrier=ring.full[cursor.stage[0]],
+            leader_scope_threads=32,
+        )
 
 
 @T.macro
-def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, expert):
-    """Fill the ring with the K blocks of one tile. Role: load; `what` = (rows too, weights too)."""
+def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
+    """Fill the ring with the K blocks of one tile. Role: load."""
     s = plan.schedule
     passes = 256 // s.linear1_block_n
-    if what[0]:
+    if ahead.loads_rows:
         if plan.fused:
-            barriers.wait_equal(
-                p,
-                plan.counter("l1_arrival_count") + block,
-                plan.l1_arrival_target,
-                barriers.TAG_TOKENS,
-                block,
-                expert,
-                tile,
-            )
+            if ahead.ready[0] == 0:
+                barriers.wait_equal(
+                    p,
+                    plan.counter("l1_arrival_count") + block,
+                    plan.l1_arrival_target,
+                    barriers.TAG_TOKENS,
+                    block,
+                    ahead.expert[0],
+                    tile,
+                )
+                # Pairs with the dispatch warps' fence: their plain stores of the row scales, our
+                # bulk loads.
+                barriers.fence_async()
             if plan.ring_wraps:
                 # The tile's epilogue overwrites intermediate rows; it runs behind these loads.
                 if block >= plan.ring_blocks:
@@ -56,99 +88,153 @@ def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, e
                         plan.l2_done_target,
                         barriers.TAG_INTERMEDIATE_RING,
                         block,
-                        expert,
+                        ahead.expert[0],
                         tile,
                     )
-        # Pairs with the dispatch warps' fence: their plain stores of the row scales, our TMA.
-        barriers.fence_async()
         T.sync_warp()
         trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
-    for half in T.serial(passes):
-        fill(
-            ring,
-            cursor,
-            what,
-            p.l1_acts,
-            p.l1_acts_sf,
-            (plan.ring_row(block), s.block_m, 1),
-            p.w1,
-            (expert, tile * 2 + half, s.linear1_block_n // 128),
-            plan.groups1,
+    for rows in plan.tile_rows(1):
+        if plan.takes(1, rows, ahead.rows[0]):
+            for half in T.serial(passes):
+                fill(
+                    shared.ring,
+                    cursor,
+                    ahead,
+                    Rows(p.l1_acts),
+                    p.l1_acts_sf,
+                    (plan.ring_row(block), rows, 1),
+                    p.w1,
+                    (ahead.expert[0], tile * 2 + half, s.linear1_block_n // 128),
+                    plan.groups1,
+                    half,
+                )
+
+
+@T.macro
+def activate(plan: Plan, p: Params, total, weight):
+    """left <- silu(left) * right, first clamped if asked, times `weight` unless a scale has it."""
+    gate = T.alloc_var("float32")
+    up = T.alloc_var("float32")
+    for v in T.unroll(RAW // 2):
+        gate = total[v]
+        up = total[v + RAW // 2]
+        if plan.clamp:
+            # Compared, not min and max: those would turn a NaN into the bound.
+            gate = T.if_then_else(gate > p.clamp, p.clamp, gate)
+            up = T.if_then_else(up > p.clamp, p.clamp, T.if_then_else(up < -p.clamp, -p.clamp, up))
+        # An IEEE division is a subroutine of tens of instructions: with fast_math both are
+        # approximate.
+        if plan.fast_math:
+            total[v] = gate * T.fast_rcp(1.0 + T.__exp(-gate)) * up
+        else:
+            total[v] = gate * (1.0 / (1.0 + T.exp(-gate))) * up
+        if not plan.recipe.folds_topk_weight:
+            total[v] = total[v] * weight[v // 2 % 2]
+
+
+@T.meta_class
+class RowWeights:
+    """Routing weights of a thread's rows, fetched under the last product of a tile.
+
+    Attributes:
+        values: by row set, two rows each; row sets are units where columns are split, else one.
+    """
+
+    def __init__(self, plan: Plan, p: Params, report: Report, wg: int, first):
+        share = Share.of(plan.schedule, 1, wg)
+        self.p = p
+        self.report = report
+        self.needed = writes_scales(plan, wg) or not plan.recipe.folds_topk_weight
+        self.rows = tuple(
+            first + share.a_row[q] for q in (share.units if share.splits_columns else (0,))
         )
+        self.values = tuple(T.alloc_local((2,), "float32") for _ in self.rows)
+
+    @T.inline
+    def under_product(self, k, num_blocks):
+        self.report.under_product(k, num_blocks)
+        if self.needed:
+            if k == num_blocks - 1:
+                for q in tuple(range(len(self.rows))):
+                    for h in (0, 1):
+                        self.values[q][h] = barriers.load_f32(
+                            self.p.l1_topk_weights, self.rows[q] + 8 * h
+                        )
+
+    def of(self, q: int):
+        """The weights of unit q's rows."""
+        return self.values[q % len(self.values)]
 
 
-@T.macro
-def activate(plan: Plan, p: Params, gate, up, weight):
-    """gate <- silu(gate) * up, optionally clamped first; times `weight` unless a scale holds it."""
-    if plan.clamp:
-        # Compared, not min and max: those would turn a NaN into the bound.
-        for i, j in T.Parallel(64, 64):
-            gate[i, j] = T.if_then_else(gate[i, j] > p.clamp, p.clamp, gate[i, j])
-        for i, j in T.Parallel(64, 64):
-            up[i, j] = T.if_then_else(
-                up[i, j] > p.clamp,
-                p.clamp,
-                T.if_then_else(up[i, j] < -p.clamp, -p.clamp, up[i, j]),
-            )
-    # An IEEE division is a subroutine of tens of instructions: with fast_math both are approximate.
-    if plan.fast_math:
-        for i, j in T.Parallel(64, 64):
-            gate[i, j] = gate[i, j] * T.fast_rcp(1.0 + T.__exp(-gate[i, j])) * up[i, j]
-    else:
-        for i, j in T.Parallel(64, 64):
-            gate[i, j] = gate[i, j] * (1.0 / (1.0 + T.exp(-gate[i, j]))) * up[i, j]
-    if not plan.recipe.folds_topk_weight:
-        for i, j in T.Parallel(64, 64):
-            gate[i, j] = gate[i, j] * weight[i]
-
-
-@T.macro
-def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at):
-    """The K loop, or loops, of one tile: gate in acc.left, up in acc.right. Role: math."""
-    _, tile, expert = at
+def writes_scales(plan: Plan, wg: int) -> bool:
+    """Whether warpgroup `wg` stores the scales of its units: those of two that share them are
+    stored by one."""
     share = Share.of(plan.schedule, 1, wg)
-    for units in share.loops:
-        scaled_k_loop(
-            plan,
-            shared.ring,
-            cursor,
-            acc,
-            share,
-            units,
-            (plan.groups1, 1),
-            p.w1_sf,
-            (expert, (tile, plan.groups2 + tile), ((0, 1), (0, 1))),
-            None,
-        )
+    return plan.recipe.intermediate_group == 64 or not share.splits_columns or wg == 0
+
+
+@T.macro
+def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at, report: Report):
+    """The K loops of one tile: gate left, up right; returns its `RowWeights`. Role: math."""
+    block, tile, expert, valid = at
+    share = Share.of(plan.schedule, 1, wg)
+    weights = RowWeights(
+        plan,
+        p,
+        report,
+        wg,
+        block * plan.schedule.block_m + thread_row(T.get_thread_binding()),
+    )
+    report.pay_if_empty(shared.ring, cursor)
+    for rows in plan.tile_rows(1):
+        if plan.takes(1, rows, valid):
+            for units in share.loops:
+                scaled_k_loop(
+                    plan,
+                    shared.ring,
+                    cursor,
+                    acc,
+                    share,
+                    share.of_rows(units, rows),
+                    (plan.groups1, 1, False),
+                    p.w1_sf,
+                    (expert, (tile, plan.groups2 + tile), ((0, 1), (0, 1))),
+                    weights,
+                )
+    return weights
 
 
 @T.macro
 def write_accumulators(plan: Plan, p: Params, acc, wg, at):
     """The debug view: gate and up of the tile as float32, at `y_address`. Role: math."""
-    block, tile, _ = at
+    block, tile, _, _ = at
     inter = plan.problem.intermediate
     share = Share.of(plan.schedule, 1, wg)
+    tx = T.get_thread_binding()
     view = T.make_tensor_from_addr(p.y_address, (plan.layout.ring_rows, 2 * inter), "float32")
     for q in share.units:
-        for i, j in T.Parallel(64, 64):
-            view[plan.ring_row(block) + share.a_row[q] + i, tile * 128 + share.half[q] * 64 + j] = (
-                acc.left[q][i, j]
-            )
-        for i, j in T.Parallel(64, 64):
+        for v in T.unroll(RAW):
             view[
-                plan.ring_row(block) + share.a_row[q] + i,
-                inter + tile * 128 + share.half[q] * 64 + j,
-            ] = acc.right[q][i, j]
+                plan.ring_row(block) + share.a_row[q] + thread_row(tx) + v // 2 % 2 * 8,
+                v // 32 * inter
+                + tile * 128
+                + share.half[q] * 64
+                + v % 32 // 4 * 8
+                + tx % 4 * 2
+                + v % 2,
+            ] = acc.total[q][v]
 
 
-def _row_maximum(shared: Shared, recipe: Recipe, exchange: bool, amax, q: int, turn, wg: int, i):
-    """Largest magnitude of row i of unit q over the columns of one scale."""
+def _row_maximum(
+    shared: Shared, recipe: Recipe, exchange: bool, amax, q: int, turn, wg: int, row, h: int
+):
+    """Largest magnitude of one row of unit q over the columns of one scale."""
     if recipe.intermediate_group == 64:
-        return amax[q][i]
+        return amax[q][h]
     return (
-        T.max(amax[0][i], amax[1][i])
+        T.max(amax[0][h], amax[1][h])
         if not exchange
-        else T.max(amax[q][i], shared.amax[turn, 1 - wg, q * 64 + i])
+        else T.max(amax[q][h], shared.amax[turn, 1 - wg, q * 64 + row + 8 * h])
     )
 
 
@@ -158,73 +244,80 @@ def _stored(recipe: Recipe, sf, weight):
 
 
 @T.macro
-def finish(plan: Plan, p: Params, shared: Shared, acc, wg, at, turn: T.Ref):
-    """SwiGLU, row scales, FP8 codes, stores, report. Role: math.
+def finish(plan: Plan, p: Params, shared: Shared, acc, wg, at, turn: T.Ref, weights: RowWeights):
+    """SwiGLU, row scales, FP8 codes, bulk stores. Role: math.
 
     `turn` alternates between two exchange buffers, so that one barrier a tile is enough: nobody
     overwrites a maximum that the other warpgroup has yet to read.
     """
-    block, tile, _ = at
-    s, recipe = plan.schedule, plan.recipe
-    share = Share.of(s, 1, wg)
-    units, first_row = share.units, plan.ring_row(block)
+    block, _, _, valid = at
+    share = Share.of(plan.schedule, 1, wg)
+    for rows in plan.tile_rows(1):
+        if plan.takes(1, rows, valid):
+            _finish_units(
+                plan, p, shared, acc, wg, at, turn, weights, share.of_rows(share.units, rows)
+            )
+    turn = turn ^ 1
+
+
+@T.macro
+def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, units):
+    block, tile, _, _ = at
+    recipe = plan.recipe
+    share = Share.of(plan.schedule, 1, wg)
+    first_row = plan.ring_row(block)
     tx = T.get_thread_binding()
-    warp = (tx - 128 - wg * 128) // 32
+    row = thread_row(tx)
+    warp = tx % 128 // 32
+    scales = recipe.scales_per_k_block
     exchange = share.splits_columns and recipe.intermediate_group == 128
     # A scale of two units is stored by one of them.
     both = recipe.intermediate_group == 64 or share.splits_columns
-    writes = recipe.intermediate_group == 64 or not share.splits_columns or wg == 0
-    # Of which unit's rows the weights are needed, and where: in the activation or in the scale.
-    row_sets = units if share.splits_columns else (0,)
-    needs_weights = writes or not recipe.folds_topk_weight
-    sf = T.alloc_fragment((64,), "float32")
-    amax = tuple(T.alloc_fragment((64,), "float32") for _ in units)
-    weight = tuple(T.alloc_fragment((64,), "float32") for _ in row_sets)
-    # Routing weights are asked for before the SwiGLU arithmetic, which hides their latency.
-    if needs_weights:
-        for q in row_sets:
-            for i in T.Parallel(64):
-                weight[q][i] = barriers.load_f32(
-                    p.l1_topk_weights, block * s.block_m + share.a_row[q] + i
-                )
+    writes = writes_scales(plan, wg)
+    sf = T.alloc_var("float32")
+    amax = tuple(T.alloc_local((2,), "float32") for _ in units)
     for q in units:
-        activate(plan, p, acc.left[q], acc.right[q], weight[q % len(row_sets)])
+        activate(plan, p, acc.total[q], weights.of(q))
     for q in units:
-        row_maxima(acc.left[q], amax[q])
+        row_maxima(acc.total[q], amax[q])
+    # Behind either barrier the leader has paid for the tile before: its stores have left.
     if exchange:
         for q in units:
-            for i in T.Parallel(64):
-                shared.amax[turn, wg, q * 64 + i] = amax[q][i]
+            for h in (0, 1):
+                shared.amax[turn, wg, q * 64 + row + 8 * h] = amax[q][h]
         barriers.sync(barriers.AMAX, 256)
+    else:
+        barriers.sync(barriers.STAGING + wg, 128)
     for q in units:
-        for i in T.Parallel(64):
-            sf[i] = device_e4m3_scale(
-                _row_maximum(shared, recipe, exchange, amax, q, turn, wg, i), recipe
+        for h in (0, 1):
+            sf = device_e4m3_scale(
+                _row_maximum(shared, recipe, exchange, amax, q, turn, wg, row, h), recipe
             )
             if writes and (both or q == 0):
-                p.l2_acts_sf[
-                    tile * recipe.scales_per_k_block + share.half[q] % recipe.scales_per_k_block,
-                    first_row + share.a_row[q] + i,
-                ] = _stored(recipe, sf[i], weight[q % len(row_sets)][i])
-            sf[i] = device_inverse(sf[i], recipe, plan.fast_math)
-        for i, j in T.Parallel(64, 64):
-            acc.left[q][i, j] = acc.left[q][i, j] * sf[i]
-        # The staging rows that linear2 gives this warp: another may still read its own.
-        stage_codes(acc.left[q], T.address_of(shared.staging[wg * 64 + warp * 16 + q * 8, 0]))
-    turn = turn ^ 1
-    T.sync_warp()
-    for q in units:
-        store_codes(
-            T.address_of(shared.staging[wg * 64 + warp * 16 + q * 8, 0]),
-            T.address_of(
-                p.l2_acts[first_row + share.a_row[q] + warp * 16, tile * 128 + share.half[q] * 64]
-            ),
-            plan.problem.intermediate,
-        )
-    T.sync_warp()
-    # Pairs with linear2's load: our plain stores, its TMA. The barrier gathers the warpgroup's
-    # stores behind the one release.
-    barriers.fence_async()
+                shared.scales[wg, share.half[q] % scales, share.a_row[q] + row + 8 * h] = _stored(
+                    recipe, sf, weights.of(q)[h]
+                )
+            sf = device_inverse(sf, recipe, plan.fast_math)
+            for v in T.unroll(RAW // 4):
+                acc.total[q][v // 2 * 4 + v % 2 + 2 * h] = (
+                    acc.total[q][v // 2 * 4 + v % 2 + 2 * h] * sf
+                )
+        stage_codes(acc.total[q], T.address_of(shared.staging[wg * 64 + q * 32 + warp * 8, 0]))
+    fence_shared()
     barriers.sync(barriers.STAGING + wg, 128)
     if tx == 128 + wg * 128:
-        barriers.add_release(p.workspace, plan.counter("l2_arrival") + block, 1)
+        for q in units:
+            store_bulk(
+                p.l2_acts[(first_row + share.a_row[q]) // 64, tile * 2 + share.half[q], 0, 0],
+                shared.staging[wg * 64 + q * 32, 0],
+                64 * 64,
+            )
+            if writes and (both or q == 0):
+                store_bulk(
+                    p.l2_acts_sf[
+                        tile * scales + share.half[q] % scales, first_row + share.a_row[q]
+                    ],
+                    shared.scales[wg, share.half[q] % scales, share.a_row[q]],
+                    64 * 4,
+                )
+        weights.report.owe(block)

@@ -3,13 +3,14 @@
 A tile is (pool block, linear2_block_n output columns).
 
 role   warps      work
-load   1 or 2     A: wait for the block's linear1 tiles, TMA codes and scales; B: TMA weights
+load   1 or 2     A: wait for the block's linear1 tiles, bulk codes and scales; B: bulk weights
 math   4 + 4      K loop, BF16 rows to combine_acts[slot, token] of the source rank
 
 barrier                  arrivals                      meaning
 l2_arrival[block]        one a warpgroup of a tile     the block's intermediate rows are in the pool
 ring.full, ring.empty    see device/ring.py            a K block is there, is read
 l2_done[block]           one a tile                    its intermediate rows may be overwritten
+STAGING + warpgroup      128                           staging is free
 
 Rows past the expert's count are computed and dropped. The routing weight is in the intermediate or
 its stored scale (recipe.py), so a row is written as it is and combine only adds.
@@ -20,136 +21,172 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers, trace
-from ..device.matmul import Share, scaled_k_loop, stage_rows, store_row
+from ..device.matmul import LEFT, RIGHT, Share, scaled_k_loop, stage_rows, store_row
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
-from ..device.ring import Cursor, Ring, Shared, fill
-from ..schedule import COUNTER_BITS
+from ..device.report import Report
+from ..device.ring import Cursor, Shared, copy, expect, fill
+from ..schedule import BLOCK_K, COUNTER_BITS
 
 
 @T.meta_class
-class RowMetadata:
-    """Source of one pool row, fetched under the first product of a tile."""
+class Targets:
+    """Where the rows of a tile go, fetched under its first product: lane l of a warp holds the
+    address of row l % 16 of the warp's 16, of the second row set in the upper half warp."""
 
-    def __init__(self, tensor, row):
-        self.tensor = tensor
+    def __init__(self, plan: Plan, p: Params, report: Report, row):
+        self.plan = plan
+        self.p = p
+        self.report = report
         self.row = row
-        self.value = T.alloc_var("int32", init=0)
+        self.address = T.alloc_var("int64", init=T.int64(0))
 
     @T.inline
-    def fetch(self):
-        self.value[0] = barriers.load(self.tensor, self.row)
+    def under_product(self, k, num_blocks):
+        if k == 0:
+            source = barriers.load(self.p.metadata, self.row)
+            self.address[0] = (
+                self.p.peers[source >> COUNTER_BITS]
+                + self.plan.offset("combine_acts")
+                + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
+                * (self.plan.problem.hidden * ITEM_BYTES_BF16)
+            )
+        self.report.under_product(k, num_blocks)
+
+    def of(self, lane):
+        """The address that a lane holds."""
+        return T.shfl_sync(self.address[0], lane)
+
+
+@T.meta_class
+class Rows:
+    """Rows of the intermediate pool: for every 64 rows and K block 8 KiB, as WGMMA reads them."""
+
+    def __init__(self, acts):
+        self.acts = acts
+
+    @T.inline
+    def start(self, ring, cursor, row, num_rows, k):
+        if T.shuffle_elect(32):
+            expect(ring, cursor, num_rows * BLOCK_K, False)
+            for part in tuple(range(num_rows // 64)):
+                copy(
+                    ring,
+                    cursor,
+                    ring.a[cursor.stage[0], part * 64, 0],
+                    self.acts[row // 64 + part, k * 2, 0, 0],
+                    64 * BLOCK_K,
+                )
 
 
 @T.macro
-def load(plan: Plan, p: Params, ring: Ring, cursor: Cursor, what, block, tile, expert):
-    """Fill the ring with the K blocks of one tile. Role: load; `what` = (rows too, weights too)."""
+def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
+    """Fill the ring with the K blocks of one tile. Role: load."""
     s = plan.schedule
-    if what[0]:
+    if ahead.loads_rows:
         if plan.fused:
-            barriers.wait_equal(
-                p,
-                plan.counter("l2_arrival") + block,
-                plan.l2_arrival_target,
-                barriers.TAG_LINEAR1,
-                block,
-                expert,
-                tile,
-            )
-        # Pairs with linear1's fence after its stores.
-        barriers.fence_async()
+            if ahead.ready[0] == 0:
+                barriers.wait_equal(
+                    p,
+                    plan.counter("l2_arrival") + block,
+                    plan.l2_arrival_target,
+                    barriers.TAG_LINEAR1,
+                    block,
+                    ahead.expert[0],
+                    tile,
+                )
+                # Bulk stores of other blocks, behind their reports; our bulk loads.
+                barriers.fence_async()
         T.sync_warp()
         trace.mark_tile(plan, p, trace.ARRIVAL, 2, block, tile)
-    fill(
-        ring,
-        cursor,
-        what,
-        p.l2_acts,
-        p.l2_acts_sf,
-        (plan.ring_row(block), s.block_m, plan.recipe.scales_per_k_block),
-        p.w2,
-        (expert, tile * (s.linear2_block_n // 128), s.linear2_block_n // 128),
-        plan.groups2,
-    )
+    for rows in plan.tile_rows(2):
+        if plan.takes(2, rows, ahead.rows[0]):
+            fill(
+                shared.ring,
+                cursor,
+                ahead,
+                Rows(p.l2_acts),
+                p.l2_acts_sf,
+                (plan.ring_row(block), rows, plan.recipe.scales_per_k_block),
+                p.w2,
+                (ahead.expert[0], tile * (s.linear2_block_n // 128), s.linear2_block_n // 128),
+                plan.groups2,
+                0,
+            )
 
 
 @T.macro
-def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at):
-    """The K loop of one tile; returns the sources of its rows. Role: math."""
-    block, tile, expert = at
+def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at, report: Report):
+    """The K loop of one tile; returns where its rows go. Role: math."""
+    block, tile, expert, valid = at
     s = plan.schedule
     tx = T.get_thread_binding()
     lane = tx % 32
-    warp = (tx - 128 - wg * 128) // 32
     share = Share.of(s, 2, wg)
-    units = share.units
-    row_sets = len(units) if share.splits_columns else 1
-    # Lane l holds row l % 16 of this warp, of the second row set in the upper half warp.
-    metadata = RowMetadata(
-        p.metadata,
+    row_sets = len(share.units) if share.splits_columns else 1
+    targets = Targets(
+        plan,
+        p,
+        report,
         block * s.block_m
         + share.a_row[0]
         + (lane // 16) * (row_sets - 1) * 64
-        + warp * 16
+        + tx % 128 // 32 * 16
         + lane % 16,
     )
     scale_rows = tuple(
-        tile * (s.linear2_block_n // 128) + h for h in sorted({*share.half[: len(units)]})
+        tile * (s.linear2_block_n // 128) + h for h in sorted({*share.half[: len(share.units)]})
     )
     scale_of = tuple((q % len(scale_rows), q % len(scale_rows)) for q in (0, 1))
-    scaled_k_loop(
-        plan,
-        shared.ring,
-        cursor,
-        acc,
-        share,
-        units,
-        (plan.groups2, plan.recipe.scales_per_k_block),
-        p.w2_sf,
-        (expert, scale_rows, scale_of),
-        metadata,
-    )
+    report.pay_if_empty(shared.ring, cursor)
+    for rows in plan.tile_rows(2):
+        if plan.takes(2, rows, valid):
+            scaled_k_loop(
+                plan,
+                shared.ring,
+                cursor,
+                acc,
+                share,
+                share.of_rows(share.units, rows),
+                (plan.groups2, plan.recipe.scales_per_k_block, True),
+                p.w2_sf,
+                (expert, scale_rows, scale_of),
+                targets,
+            )
     if plan.ring_wraps:
         # Any math thread behind the K loop: the tile's TMA reads are complete.
         if s.pingpong or wg == 0:
             if tx == 128 + wg * 128:
                 barriers.add_release(p.workspace, plan.counter("l2_done") + block, 1)
-    return metadata
+    return targets
 
 
 @T.macro
-def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, metadata):
+def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, targets):
     """The rows of one tile, in BF16, to the tokens they came from. Role: math."""
-    block, tile, expert = at
+    block, tile, expert, valid = at
     s = plan.schedule
     tx = T.get_thread_binding()
     lane = tx % 32
-    warp = (tx - 128 - wg * 128) // 32
+    warp = tx % 128 // 32
     share = Share.of(s, 2, wg)
-    units = share.units
-    row_sets = len(units) if share.splits_columns else 1
-    valid_rows = shared.total[expert] - (block - shared.first_block[expert]) * s.block_m
-    # 16 rows x 64 columns a warp and pass, through the warp's own staging rows.
+    row_sets = len(share.units) if share.splits_columns else 1
+    # 16 rows x 64 columns a warp and pass, through the warp's own staging rows. Behind the barrier
+    # the leader has paid for the linear1 tile before: its stores have left.
     staging = T.address_of(shared.staging[wg * 64 + warp * 16, 0])
-    for q in units:
-        column = tile * s.linear2_block_n + share.half[q] * 128
-        for half in (0, 1):
-            if half == 1:
-                # Renames registers: only `left` has the order that `stage_rows` knows.
-                for i, j in T.Parallel(64, 64):
-                    acc.left[q][i, j] = acc.right[q][i, j]
-            stage_rows(acc.left[q], staging)
-            for step in (0, 1, 2, 3):
-                row = step * 4 + lane // 8
-                source = T.alloc_var("int32")
-                source = T.shfl_sync(metadata.value[0], q % row_sets * 16 + row)
-                if share.a_row[q] + warp * 16 + row < valid_rows:
-                    store_row(
-                        p.peers[source >> COUNTER_BITS]
-                        + plan.offset("combine_acts")
-                        + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
-                        * (plan.problem.hidden * ITEM_BYTES_BF16)
-                        + (column + half * 64) * ITEM_BYTES_BF16,
-                        staging,
-                        row,
-                    )
-            T.sync_warp()
+    barriers.sync(barriers.STAGING + wg, 128)
+    for q in share.units:
+        if share.a_row[q] < valid:
+            column = tile * s.linear2_block_n + share.half[q] * 128
+            for first in (LEFT, RIGHT):
+                stage_rows(acc.total[q], first, staging)
+                for step in (0, 1, 2, 3):
+                    row = step * 4 + lane // 8
+                    target = T.alloc_var("int64")
+                    target = targets.of(q % row_sets * 16 + row)
+                    if share.a_row[q] + warp * 16 + row < valid:
+                        store_row(
+                            target + (column + first * 2) * ITEM_BYTES_BF16,
+                            staging,
+                            row,
+                        )
+                T.sync_warp()

@@ -1,0 +1,122 @@
+"""A load warp's place in the walk: the tile that it loads, and the next, known before it is needed.
+
+A block's first tile is that of its number; every other is claimed, by an add on `next_task`, so
+that no block idles while another has tiles left. Claims are in the order of the walk, and a tile
+waits only for tiles before it, so that the wait ends while all blocks are resident. The warp that
+loads weights claims the next tile when it begins one, and halfway through turns the answer into a
+tile for everyone (`Tasks`); the warp that loads rows then also asks whether that tile's rows have
+arrived. An acquire takes microseconds where memory is busy: asked for at the tile's beginning, all
+blocks would let memory idle there.
+"""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from . import barriers, walk
+from .plan import Params, Plan
+from .ring import Cursor, Shared
+from .walk import LINEAR1_BIT
+
+LOOKAHEAD_CUDA = r"""
+TLMM_DEV int tlmm_is_equal(const void* p, int want) { return tlmm_load_acquire(p) == want; }
+"""
+
+
+def block_of(code):
+    """The pool block of a task."""
+    return (code >> 8) & 4194303
+
+
+@T.meta_class
+class Lookahead:
+    """Of the tile that the warp loads:
+
+    code: `walk.task_expression`, negative past the end.
+    expert: its expert.
+    rows: rows that its pool block holds.
+    ready: 1 when its rows are known to be in the pool and may be loaded.
+    """
+
+    def __init__(self, plan: Plan, p: Params, shared: Shared, grid_block, what):
+        self.plan = plan
+        self.p = p
+        self.shared = shared
+        self.tasks = shared.tasks
+        self.loads_rows, self.publishes = what
+        self.place = Cursor(plan.schedule.task_slots, 0)
+        self.first = grid_block
+        self.index = T.alloc_var("int32", init=0)
+        self.code = T.alloc_var("int32", init=0)
+        self.expert = T.alloc_var("int32", init=0)
+        self.rows = T.alloc_var("int32", init=0)
+        self.ready = T.alloc_var("int32", init=0)
+        self.next_code = T.alloc_var("int32", init=0)
+        self.next_expert = T.alloc_var("int32", init=0)
+        self.next_rows = T.alloc_var("int32", init=0)
+        self.next_ready = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def start(self):
+        """Look up the block's first tile."""
+        self.index[0] = self.first - self.plan.schedule.num_sms
+        self.look()
+        self.advance()
+
+    @T.inline
+    def advance(self):
+        """Go on to the next tile, and claim the one behind it."""
+        self.tasks.read(self.place, self.code, self.expert, self.rows)
+        self.place.advance()
+        self.ready[0] = self.next_ready[0]
+        if self.publishes:
+            # Not behind the last tile: nobody would wait for that add before the counter is reset.
+            if (T.get_thread_binding() % 32 == 0) & (self.code[0] >= 0):
+                self.index[0] = barriers.fetch_add(
+                    self.p.workspace, self.plan.counter("next_task"), 1
+                )
+
+    @T.inline
+    def look(self):
+        """Find out the next tile, and whether its rows are there."""
+        if self.publishes:
+            self.next_code[0] = walk.task_expression(
+                self.plan,
+                self.p,
+                self.shared,
+                T.shfl_sync(self.index[0], 0) + self.plan.schedule.num_sms,
+            )
+            self.next_expert[0] = walk.expert_expression(
+                self.plan, self.shared, block_of(self.next_code[0])
+            )
+            self.next_rows[0] = self.plan.valid_rows(
+                self.shared, block_of(self.next_code[0]), self.next_expert[0]
+            )
+            self.tasks.publish(
+                self.place, self.next_code[0], self.next_expert[0], self.next_rows[0]
+            )
+        else:
+            self.tasks.read(self.place, self.next_code, self.next_expert, self.next_rows)
+        if self.loads_rows and self.plan.fused:
+            self.next_ready[0] = 0
+            if self.next_code[0] >= LINEAR1_BIT:
+                self.next_ready[0] = self.is_equal(
+                    "l1_arrival_count", self.next_code[0], self.plan.l1_arrival_target
+                )
+            if (self.next_code[0] >> 30) == 0:
+                self.next_ready[0] = self.is_equal(
+                    "l2_arrival", self.next_code[0], self.plan.l2_arrival_target
+                )
+            if self.next_ready[0] == 1:
+                barriers.fence_async()
+
+    def is_equal(self, counter, code, want):
+        """Whether a counter of a task's pool block has come to `want`, as 0 or 1."""
+        at = self.p.workspace[self.plan.counter(counter) + block_of(code)]
+        return T.call_extern("int32", "tlmm_is_equal", T.address_of(at), want)
+
+    @T.inline
+    def halfway(self, k, num_k):
+        """Part of the loop over a tile's K blocks."""
+        if k == num_k // 2:
+            self.look()
