@@ -6,8 +6,9 @@ measurement: rows that rest on it say `source=model`.
     launch = start + dispatch + |walk, HBM, L2| + combine + tail
 
 `walk` is the grid's time for its tiles, each as long as tensor cores, shared memory, promotion and
-epilogue make it, in the order and with the waits of the schedule (walk_time.py): rounds that are
-not full, blocks that get more of the long tiles than others, and linear2 tiles that wait are in it.
+epilogue make it, in the order and with the waits of the schedule (walk_time.py): linear2 tiles that
+wait and a last round that is not full are in it, and that a pool block of 128 rows with at most 64
+is multiplied as one of 64 (device/plan.py, `Plan.tile_rows`).
 HBM and L2 are the times in which those move the launch's bytes. All three overlap, and not wholly:
 | | is their norm of exponent `overlap`. The clock falls with the tensor cores' share of the time.
 
@@ -21,7 +22,7 @@ ring walks by another lag (layout.py). It takes lags of 16 and 32 blocks at 4096
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
@@ -51,7 +52,7 @@ class Prediction:
         start_us: until the first tile.
         dispatch_us: what the pull of rows costs the tiles beside it.
         linear1_us, linear2_us: a block's mean time for its tiles.
-        idle_us: what the walk takes besides: rounds that are not full, uneven shares, waits.
+        idle_us: what the walk takes besides: the last round, waits.
         memory_us: what HBM and L2 add to the walk.
         combine_us: the sum over slots.
         tail_us: the last barrier.
@@ -157,6 +158,17 @@ class _Tile:
     l2_bytes: float
 
 
+def _tiles(
+    problem: Problem, schedule: Schedule, linear: int, promotions: int, c: Constants
+) -> tuple[_Tile, _Tile]:
+    """A tile of a pool block with more than 64 rows, and of one with at most 64."""
+    block_n = schedule.linear1_block_n if linear == 1 else schedule.linear2_block_n
+    high = _tile(problem, schedule, linear, promotions, c)
+    if schedule.block_m != 128 or block_n != 256:
+        return high, high
+    return high, _tile(problem, replace(schedule, block_m=64), linear, promotions, c)
+
+
 def _tile(
     problem: Problem, schedule: Schedule, linear: int, promotions: int, c: Constants
 ) -> _Tile:
@@ -226,12 +238,17 @@ def predict(
     blocks, sms = waves[-1], schedule.num_sms
     tiles = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     scales = (recipe or Recipe()).scales_per_k_block
-    tile = [_tile(problem, schedule, 1, 1, c), _tile(problem, schedule, 2, scales, c)]
+    tile = [_tiles(problem, schedule, 1, 1, c), _tiles(problem, schedule, 2, scales, c)]
+    low = np.diff(row_ends, prepend=0.0) <= 64
+    num_low = int(low.sum())
 
-    l2 = [
-        blocks * n * t.l2_bytes * gpu_ranks / (c.l2_tbs * 1e6)
-        for n, t in zip(tiles, tile, strict=True)
-    ]
+    def total(k: int, of: str) -> float:
+        """Of all tiles of linear1 (k = 0) or linear2."""
+        high_tile, low_tile = (getattr(t, of) for t in tile[k])
+        found: float = tiles[k] * ((blocks - num_low) * high_tile + num_low * low_tile)
+        return found
+
+    l2 = [total(k, "l2_bytes") * gpu_ranks / (c.l2_tbs * 1e6) for k in (0, 1)]
     weights, h, i = problem.hidden * problem.intermediate, problem.hidden, problem.intermediate
     # Weights once an expert; a row is read once and its result written once.
     hbm = [
@@ -253,27 +270,29 @@ def predict(
         schedule.lag,
         tiles,
         sms,
-        (tile[0].clocks / top_mhz, tile[1].clocks / top_mhz),
+        (
+            np.where(low, tile[0][1].clocks, tile[0][0].clocks) / top_mhz,
+            np.where(low, tile[1][1].clocks, tile[1][0].clocks) / top_mhz,
+        ),
         row_ends * pull_us_a_row,
-        tile[0].hidden_clocks / top_mhz,
+        tile[0][0].hidden_clocks / top_mhz,
     )
     if blocks:
-        walk_us += tile[1].hidden_clocks / top_mhz
-    tensor_us = sum(blocks * n * t.tensor for n, t in zip(tiles, tile, strict=True)) / sms / top_mhz
+        walk_us += tile[1][0].hidden_clocks / top_mhz
+    tensor_us = (total(0, "tensor") + total(1, "tensor")) / sms / top_mhz
     on_card = min(1.0, sms * gpu_ranks / CARD_SMS)
     busy = on_card * tensor_us / max(_norm(c, walk_us, sum(hbm), sum(l2)), 1e-9)
     mhz = top_mhz - 1e3 * c.clock_drop_ghz * busy
     walk_us *= top_mhz / mhz
     tiles_us = _norm(c, walk_us, sum(hbm), sum(l2))
+    linear_us = [total(k, "clocks") / mhz for k in (0, 1)]  # of one block that did it all
     alone = tuple(
-        _norm(c, -(-blocks * n // sms) * t.clocks / mhz, hbm[k], l2[k])
-        for k, (n, t) in enumerate(zip(tiles, tile, strict=True))
+        _norm(c, -(-blocks * n // sms) * linear_us[k] / max(1, blocks * n), hbm[k], l2[k])
+        for k, n in enumerate(tiles)
     )
     prefetched = sms * gpu_ranks * schedule.prefetch * 256 * BLOCK_K / (c.hbm_tbs * 1e6)
     combine_bytes = 2 * problem.hidden * (rows + num_tokens) * gpu_ranks
-    linear1_us, linear2_us = (
-        blocks * n * t.clocks / sms / mhz for n, t in zip(tiles, tile, strict=True)
-    )
+    linear1_us, linear2_us = (us / sms for us in linear_us)
     return Prediction(
         start_us=c.start_us - (min(c.l2_fill_us, prefetched) if touched else 0.0),
         dispatch_us=c.pull_exposed * rows * pull_us_a_row,

@@ -67,6 +67,8 @@ class TraceWorker(Worker):
         Raises:
             RuntimeError: the shipped kernel failed, or its result is wrong.
         """
+        for name in (SHIPPED, PROFILING):
+            self.drop(name)  # with the graphs of a schedule before, which stamp into its memory
         found = self.check(SHIPPED, schedule)
         if found.status != "ok":
             raise RuntimeError(f"{found.status}: {found.reason}")

@@ -47,9 +47,8 @@ def tasks_of(problem: Problem, schedule: Schedule, received: Sequence[int]) -> l
     return list(walk(starts, lag_order, step, *tiles))
 
 
-def lanes_of(schedule: Schedule, block: int, tasks: Sequence[Task]) -> list[list[Stamp]]:
-    """The stamps of a block's lanes; `tasks` are the launch's."""
-    mine = tasks[block :: schedule.num_sms]
+def lanes_of(schedule: Schedule, mine: Sequence[Task]) -> list[list[Stamp]]:
+    """The stamps of the lanes of a block that ran the tasks `mine`."""
 
     def alone(*kinds: int) -> list[Stamp]:
         return [(kind, 0, 0, 0) for kind in kinds]
@@ -98,7 +97,7 @@ def stamp_launch(
     tasks = tasks_of(problem, schedule, received)
     words = np.zeros((schedule.num_sms, stamps.NUM_LANES, events + 1, 4), np.uint32)
     for block in range(schedule.num_sms):
-        for lane, found in enumerate(lanes_of(schedule, block, tasks)):
+        for lane, found in enumerate(lanes_of(schedule, tasks[block :: schedule.num_sms])):
             words[block, lane, 0, :2] = len(found), block + 10
             now = start + late * block
             for place, (kind, linear, pool_block, tile) in enumerate(found[:events]):

@@ -65,6 +65,7 @@ def test_counters_do_not_overlap(problem: Problem, capacity: int) -> None:
         "combine_sync": 32,
         "dispatch_signal": 32,
         "combine_signal": 32,
+        "next_task": 32,
         "expert_send_count": problem.num_experts,
         "expert_recv_count": problem.num_experts,
         "expert_recv_count_sum": problem.num_local_experts,
@@ -81,6 +82,16 @@ def test_counters_do_not_overlap(problem: Problem, capacity: int) -> None:
     for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
         assert end == start
     assert spans[-1][1] == at["end"] == layout.sections["workspace"].shape[0]
+
+
+@given(problems(), st.integers(1, 5000))
+def test_intermediate_tiles_hold_the_ring(problem: Problem, capacity: int) -> None:
+    """64 x 64 tiles that a bulk copy of 8 KiB brings two at a time: a K block's are neighbours."""
+    layout = make_layout(problem, capacity)
+    row_tiles, column_tiles, rows, columns = layout.sections["l2_acts"].shape
+    assert (rows, columns) == (64, 64)
+    assert (row_tiles * rows, column_tiles * columns) == (layout.ring_rows, problem.intermediate)
+    assert layout.sections["l2_acts"].num_bytes == layout.ring_rows * problem.intermediate
 
 
 def test_offsets_pass_32_bits() -> None:

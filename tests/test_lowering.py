@@ -60,6 +60,8 @@ def test_fused_text_has_its_barriers() -> None:
         assert barrier in text
     assert "tlmm_bar(11, 128)" in text
     assert "tlmm_bar(12, 128)" in text
+    # Each warpgroup and linear: a report is paid before the wait for an empty stage.
+    assert text.count("tlmm_is_full((") == 4
     # TileLang's own barriers would deadlock inside a role.
     assert "__sync_thread_partial" not in text
     assert "printf" not in text
@@ -116,7 +118,12 @@ def test_report_is_read_from_ptxas() -> None:
             0 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
         ptxas info    : Used 168 registers, used 13 barriers, 1024 bytes smem
     """
-    report = parse_report(output, "wgmma_ss<1> wgmma_ss<2>", "v_int64) = ((int64_t)229904);")
+    source = """
+        template <int FIRST, int COUNT, bool NARROW>
+        TLMM_DEV void tlmm_product(float* raw, unsigned a, unsigned b) {}
+        tlmm_product<0, 4, false>(raw, a, b); tlmm_product<2, 2, true>(raw, a, b);
+    """
+    report = parse_report(output, source, "v_int64) = ((int64_t)229904);")
     assert (report.registers, report.spill_bytes, report.smem_bytes) == (168, 28, 230928)
     assert report.num_wgmma == 2
     assert report.warnings == ("C7510",)

@@ -13,7 +13,8 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
-from host_model import STYLES, DeadlockError, ModelError, Rules, World, make_plan
+from host_model import Rules, World, make_plan
+from host_scheduler import STYLES, DeadlockError, ModelError
 
 from tl_megamoe.device.plan import Plan
 from tl_megamoe.device.walk import LINEAR1_BIT, WALK_CUDA, Task, first_blocks, walk, walk_order
@@ -54,9 +55,9 @@ def random_schedule(rng: random.Random, problem: Problem) -> Schedule:
             lag=lag,
             experts_per_wave=local if lag else rng.choice(divisors_of(local)),
             dispatch_warps=rng.choice((1, 2)),
+            load_warps=rng.choice((1, 2)),
             rows_in_flight=rng.choice((1, 1, 2, 5)),
             num_sms=rng.choice((1, 2, 3)),
-            prefetch=0,
         )
         if not schedule.violations(problem):
             return schedule
@@ -106,8 +107,8 @@ def small_ring(rng: random.Random, plan: Plan) -> int:
 def test_launches_of_all_ranks(ranks: int, style: str, seed: int) -> None:
     """Every route comes back once, every tile runs once, nothing is overwritten or hangs."""
     rng = random.Random(seed)
-    wrapped = 0
-    for _ in range(60 if ranks < 8 else 25):
+    wrapped = half_blocks = 0
+    for _ in range({8: 25, 16: 15}.get(ranks, 60)):
         problem = random_problem(rng, ranks)
         schedule = random_schedule(rng, problem)
         capacity = rng.choice((1, 24, 192 // ranks + 64))
@@ -115,8 +116,11 @@ def test_launches_of_all_ranks(ranks: int, style: str, seed: int) -> None:
         if rng.random() < 0.8:
             plan = make_plan(problem, schedule, capacity, small_ring(rng, plan))
         launches = [random_routing(rng, problem, capacity) for _ in range(2)]
-        wrapped += World(plan, launches, order_of(schedule), rng, style).run()
+        world = World(plan, launches, order_of(schedule), rng, style)
+        wrapped += world.run()
+        half_blocks += world.half_blocks
     assert wrapped >= 3  # launches of a rank that reused rows
+    assert half_blocks >= 20  # by linear
 
 
 def test_a_row_in_several_chunks(seed: int) -> None:
@@ -126,7 +130,7 @@ def test_a_row_in_several_chunks(seed: int) -> None:
         name="chunks", hidden=512, intermediate=128, num_experts=4, num_topk=2, num_ranks=2
     )
     schedule = Schedule(
-        stages=2, dispatch_warps=3, rows_in_flight=32, num_sms=2, experts_per_wave=2, prefetch=0
+        stages=2, dispatch_warps=3, load_warps=1, rows_in_flight=32, num_sms=2, experts_per_wave=2
     )
     while schedule.row_chunk(problem) == problem.hidden:
         schedule = replace(schedule, stages=schedule.stages + 1)
@@ -149,6 +153,7 @@ def breaks(
     num_sms: int = 2,
     rows_in_flight: int = 1,
     block_rows: int = 64,
+    math_mode: str = "cooperative",
 ) -> list[ModelError]:
     """What goes wrong in random launches with many blocks on rank 0 under these rules."""
     rng = random.Random(seed)
@@ -157,12 +162,12 @@ def breaks(
         name="broken", hidden=256, intermediate=256, num_experts=2 * local, num_topk=1, num_ranks=2
     )
     schedule = Schedule(
+        math_mode=math_mode,
         block_m=64,
         stages=2,
         num_sms=num_sms,
         rows_in_flight=rows_in_flight,
         experts_per_wave=local,
-        prefetch=0,
     )
     plan = make_plan(problem, schedule, 8 * block_rows, ring_blocks)
     routing = [[[token % local] for token in range(4 * block_rows)] for _ in range(2)]
@@ -179,6 +184,8 @@ def test_right_rules_hold_where_wrong_ones_break(seed: int) -> None:
     assert not breaks(Rules(), seed=seed)
     assert not breaks(Rules(), seed=seed, order=(True, 10**6), num_sms=1)
     assert not breaks(Rules(), seed=seed, order=(False, 8), num_sms=1)
+    assert not breaks(Rules(task_slots=2), seed=seed, num_sms=3)
+    assert not breaks(Rules(task_slots=3), seed=seed, num_sms=3, math_mode="pingpong")
 
 
 @pytest.mark.parametrize("lag", [3, 4, 8])
@@ -215,6 +222,46 @@ def test_a_missing_wait_is_seen(
     found = breaks(rules, seed=seed, order=order, num_sms=3)
     assert found
     assert any(re.search(message, str(error)) for error in found), found
+
+
+@pytest.mark.parametrize(
+    ("rules", "mode", "error", "message"),
+    [
+        (Rules(task_slots=1), "cooperative", ModelError, "entry .* before .* has read it"),
+        (Rules(task_slots=2), "pingpong", ModelError, "entry .* before math . has read it"),
+        (Rules(pay_if_empty=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
+        (Rules(pay_at_end=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
+        (Rules(stores_wait=False), "cooperative", ModelError, "linear2 of block .* reads row"),
+        (Rules(stores_wait=False), "pingpong", ModelError, "linear2 of block .* reads row"),
+    ],
+)
+def test_a_broken_handover_is_seen(
+    rules: Rules, mode: str, error: type[ModelError], message: str, seed: int
+) -> None:
+    found = breaks(rules, seed=seed, num_sms=6, math_mode=mode)
+    assert found
+    assert all(isinstance(e, error) for e in found)
+    assert any(re.search(message, str(e)) for e in found), found
+
+
+def test_a_claim_past_the_end_outlives_the_launch(seed: int) -> None:
+    """Nobody waits for a load warp that has found the end: what it adds then may stay."""
+
+    def run(rules: Rules) -> list[str]:
+        rng, found = random.Random(seed), []
+        problem = Problem(
+            name="few", hidden=256, intermediate=128, num_experts=2, num_topk=1, num_ranks=1
+        )
+        plan = make_plan(problem, Schedule(stages=1, num_sms=2, experts_per_wave=2), 20)
+        for style in STYLES * 10:
+            try:
+                World(plan, [[[]], [[[0]] * 20]], (False, 2), rng, style, rules).run()
+            except ModelError as error:
+                found.append(str(error))
+        return found
+
+    assert not run(Rules())
+    assert {*run(Rules(claim_past_end=True))} == {"next_task is not cleared"}
 
 
 def test_rows_in_flight_need_their_blocks_in_the_ring(seed: int) -> None:
@@ -347,8 +394,8 @@ def test_ring_rule(ranks: int, seed: int) -> None:
         routes = ceil(Fraction(7, 16) * capacity * topk / 128) * 128
         bound = layout.pool_rows if ranks == 1 else 128 * local + routes
         assert layout.ring_rows == min(layout.pool_rows, bound)
-        for name in ("l1_acts", "l2_acts"):
-            assert layout.sections[name].shape[0] == layout.ring_rows
+        assert layout.sections["l1_acts"].shape[0] == layout.ring_rows
+        assert layout.sections["l2_acts"].shape[0] * 64 == layout.ring_rows
         for name in ("l1_acts_sf", "l2_acts_sf"):
             assert layout.sections[name].shape[1] == layout.ring_rows
         for name in ("l1_topk_weights", "token_src_metadata"):
@@ -422,7 +469,7 @@ def test_words_that_peers_write(ranks: int) -> None:
     problem = many(ranks)
     layout = make_layout(problem, 64)
     at = layout.workspace_offsets
-    lines = ("dispatch_sync", "combine_sync", "dispatch_signal", "combine_signal")
+    lines = ("dispatch_sync", "combine_sync", "dispatch_signal", "combine_signal", "next_task")
     assert ranks <= MAX_RANKS <= LINE
     assert [at[name] for name in lines] == [i * LINE for i in range(len(lines))]
     sent = set(range(at["expert_send_count"], at["expert_send_count"] + problem.num_experts))

@@ -26,6 +26,7 @@ from tl_megamoe.recipe import Recipe
 from tl_megamoe.reference_buffer import ReferenceBuffer
 from tl_megamoe.scaling import E4M3, dequantize_blocks, quantize_blocks
 from tl_megamoe.shared_experts import with_shared, without_shared
+from tl_megamoe.swizzle import swizzle_rows
 from tl_megamoe.synthetic import random_weights
 from tl_megamoe.weights import PlainWeights, transform_weights
 
@@ -311,6 +312,7 @@ def test_bf16_weights_are_quantised_alike(plain: PlainWeights, seed: int) -> Non
     assert equal(one, other)
     codes, sf = quantize_blocks(shared["down_proj.weight"])
     tiles = codes.view(torch.uint8).unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2)
+    tiles = swizzle_rows(tiles)
     for s in range(2):
         assert torch.equal(one.l2[E + s].view(torch.uint8), tiles[:, s : s + 1])
         assert torch.equal(one.l2_sf[E + s], sf[:, s : s + 1])

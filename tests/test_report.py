@@ -379,7 +379,7 @@ def test_the_default_and_the_frozen_schedule_are_marked(tmp_path: Path) -> None:
     shared = result_row(16, part, None, num_ranks=4, rank_mode="virtual", **fields)
     shared |= {"experts_per_wave": 64}
     shared["candidate"] = replace(part, experts_per_wave=64).name
-    assert "-sm33-p8 (default)" in report.render(frame_of([shared]))
+    assert "-sm33-p0 (default)" in report.render(frame_of([shared]))
 
 
 # ---- command

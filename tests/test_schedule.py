@@ -117,7 +117,7 @@ def test_names_change_with_every_field() -> None:
         "math_registers": 224,
         "rows_in_flight": 2,
         "num_sms": 128,
-        "prefetch": 0,
+        "prefetch": 8,
     }
     names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name, pingpong.name}
     names |= {dataclasses.replace(base, **{k: v}).name for k, v in changes.items()}
@@ -174,6 +174,44 @@ def test_every_recipe_runs_and_counts_its_scales() -> None:
         assert Schedule().violations(FLASH, recipe) == []
         scales = Schedule().smem_buffers(FLASH, recipe)["ring_a_sf"]
         assert scales == 4 * 128 * 4 * recipe.scales_per_k_block
+
+
+@settings(max_examples=300)
+@given(schedules, problems, st.sampled_from(ALL_RECIPES))
+def test_shared_memory_is_what_the_buffers_take(
+    schedule: Schedule, problem: Problem, recipe: Recipe
+) -> None:
+    if schedule.violations(problem, recipe):
+        return
+    found = schedule.smem_buffers(problem, recipe)
+    stages, slots, scales = schedule.stages, schedule.task_slots, recipe.scales_per_k_block
+    words = {
+        "ring_a_sf": stages * scales * schedule.block_m,
+        "amax": 2 * 2 * schedule.block_m,
+        "scales": 2 * scales * schedule.block_m,
+        # Entries of tiles; counts by source rank; total, first_block and first_row with their ends.
+        "tables": 4 * slots + problem.num_experts + 3 * problem.num_local_experts + 2,
+        # Full and empty, a row chunk each, an entry each: 8 bytes.
+        "barriers": 2 * (2 * stages + schedule.row_slots + slots),
+    }
+    for name, number in words.items():
+        assert found[name] == -(-4 * number // 1024) * 1024, name
+    assert found["ring_a"] == stages * schedule.block_m * 128
+    assert found["ring_b"] == stages * schedule.max_block_n * 128
+
+
+@given(schedules, problems)
+def test_a_published_tile_is_read_before_its_entry_is_written_again(
+    schedule: Schedule, problem: Problem
+) -> None:
+    """The writer is in the tile whose stage the readers have left, or as many ahead as there are
+    stages; in pingpong mode a warpgroup may be one tile behind the one that left it."""
+    if schedule.violations(problem):
+        return
+    blocks_of_tiles = problem.hidden // 128, problem.intermediate // 128
+    tiles_in_the_ring = -(-schedule.stages // min(blocks_of_tiles))
+    # The entry that is written is the next tile's.
+    assert schedule.task_slots >= 1 + tiles_in_the_ring + (2 if schedule.pingpong else 1)
 
 
 def test_block_m_32_is_for_dispatch_alone() -> None:

@@ -248,7 +248,7 @@ def test_refused_arguments(seed: int) -> None:
     with pytest.raises(ScheduleError, match="num_sms=1000 exceeds the"):
         fp8_mega_moe(y, weights.l1, weights.l2, b, schedule=too_large)
     long = torch.empty((SMALL_CAPACITY + 1, SMALL.hidden), dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(ValueError, match="num_tokens=1025"):
+    with pytest.raises(ValueError, match="y has 1025 tokens, more than capacity=1024"):
         fp8_mega_moe(long, weights.l1, weights.l2, b)
     rows = [t.repeat(103, 1) for t in (i.x.view(torch.uint8), i.x_sf, i.topk_idx, i.topk_weights)]
     with pytest.raises(ValueError, match="x has 1030 tokens, more than capacity=1024"):

@@ -13,7 +13,7 @@ from fake_stamps import lanes_of, tasks_of
 from gpu_cases import SMALL, SMALL_CAPACITY, TRACED, trace_schedules
 
 from tl_megamoe.device import trace as stamps
-from tl_megamoe.device.walk import expert_of, first_blocks
+from tl_megamoe.device.walk import Task, expert_of, first_blocks
 from tl_megamoe.explorer.cli import main
 from tl_megamoe.explorer.messages import WorkerConfig
 from tl_megamoe.explorer.trace import EVENTS, Trace, read_trace, roles_of, wrong_tiles
@@ -55,7 +55,8 @@ def test_the_result_is_the_shipped_kernels(name: str) -> None:
 
 @each_schedule
 def test_every_lane_does_what_the_walk_says(name: str) -> None:
-    """Kind, pool block and tile of every stamp, in the order of the block's walk."""
+    """Kind, pool block and tile of every stamp: the block's own first task, then what it claimed,
+    in the order of the walk."""
     stamped, found = traced(name)
     schedule, events = found.schedule, found.events
     assert found.num_lost == 0
@@ -65,7 +66,18 @@ def test_every_lane_does_what_the_walk_says(name: str) -> None:
     lanes = dict(list(events.groupby(["block", "lane"])))
     pulled: set[int] = set()
     for block in range(schedule.num_sms):
-        for lane, expected in enumerate(lanes_of(schedule, block, tasks)):
+        loads = lanes[block, roles.index("load" if schedule.load_warps == 1 else "load B")]
+        mine = [
+            Task(int(phase[-1]), pool_block, tile)
+            for event, phase, pool_block, tile in loads[
+                ["event", "phase", "pool_block", "tile"]
+            ].itertuples(index=False, name=None)
+            if event == "load"
+        ]
+        places = [tasks.index(task) for task in mine]
+        assert places[:1] == [block][: len(tasks) - block]
+        assert places == sorted(set(places))
+        for lane, expected in enumerate(lanes_of(schedule, mine)):
             if roles[lane] == "idle":
                 continue
             rows = lanes[block, lane]

@@ -164,13 +164,13 @@ def test_words_for_waves(tmp_path: Path, word: str, waves: set[int]) -> None:
 
 def test_divisors_and_ties(tmp_path: Path) -> None:
     text = (
-        '[[base]]\n"stages" = 2\n[vary]\nexperts_per_wave = "divisors"\n'
+        '[[base]]\nstages = 2\nprefetch = 8\n[vary]\nexperts_per_wave = "divisors"\n'
         '"order, lag" = [["lag", 2], ["wave", 0]]\n'
     )
     found = enumerate_candidates(TINY, 1, load_space(space_file(tmp_path, text)))
     # prefetch 8 is over tiny's 2 K blocks: violations alone decide, nothing is clipped.
     assert found.rejections == found.sole == {"prefetch_k_blocks": 5}
-    text = text.replace("[vary]", "prefetch = 2\n[vary]")
+    text = text.replace("prefetch = 8", "prefetch = 2")
     found = enumerate_candidates(TINY, 1, load_space(space_file(tmp_path, text)))
     assert found.num_rejected == 0
     walks = {(s.order, s.lag, s.experts_per_wave) for s in found.schedules if s.prefetch == 2}

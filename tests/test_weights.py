@@ -46,8 +46,13 @@ def test_pretile_places_blocks(plain: PlainWeights) -> None:
     assert tiled.shape == (3, 4, 3, 128, 128)
     assert tiled.is_contiguous()
     for e, r, c in ((0, 0, 0), (2, 3, 1), (1, 2, 2)):
-        block = plain.l1[e, r * 128 : r * 128 + 128, c * 128 : c * 128 + 128]
-        assert same(tiled[e, r, c], block.contiguous())
+        block = plain.l1[e, r * 128 : r * 128 + 128, c * 128 : c * 128 + 128].view(torch.uint8)
+        found = tiled[e, r, c].view(torch.uint8)
+        for row in range(128):
+            for chunk in range(8):
+                at = (chunk ^ row % 8) * 16
+                wanted = block[row, chunk * 16 : chunk * 16 + 16]
+                assert torch.equal(found[row, at : at + 16], wanted), (row, chunk)
 
 
 def test_inverses(plain: PlainWeights) -> None:
@@ -58,6 +63,15 @@ def test_inverses(plain: PlainWeights) -> None:
     )
     for name in ("l1", "l1_sf", "l2", "l2_sf"):
         assert same(getattr(back, name), getattr(plain, name))
+
+
+def test_pretile_copies(plain: PlainWeights) -> None:
+    before = plain.l1.view(torch.uint8).clone()
+    tiled = pretile(plain.l1)
+    tiled.view(torch.uint8).zero_()
+    assert torch.equal(plain.l1.view(torch.uint8), before)
+    untile(pretile(plain.l1)).view(torch.uint8).zero_()
+    assert torch.equal(plain.l1.view(torch.uint8), before)
 
 
 def test_separate_equals_stacked(plain: PlainWeights) -> None:
