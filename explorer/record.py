@@ -97,7 +97,13 @@ class Recorder:
         self.options = options
         self.device = device
         self.source = "measured" if measured else "model"
-        self.path = table_path(options.results, device, options.problem.name)
+        self.path = table_path(
+            options.results,
+            device,
+            options.problem.name,
+            options.rank_mode,
+            options.problem.num_ranks,
+        )
         self.run = new_run()
         self._constants = load_constants()
         self._predicted: dict[tuple[int, Schedule], float] = {}

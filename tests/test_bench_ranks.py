@@ -115,6 +115,7 @@ def test_a_row_of_real_ranks(tmp_path: Path) -> None:
         "NVIDIA H200",
         cells.append,
     )
+    assert path == tmp_path / "nvidia-h200-x2" / "half.csv"
     (row,) = read_table(path).to_dict("records")
     assert (row["stage"], row["baseline"], row["status"]) == ("bench", "unfused", "ok")
     assert (row["rank_mode"], row["num_ranks"], row["capacity"]) == ("real", 2, 2048)

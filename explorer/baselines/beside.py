@@ -253,7 +253,8 @@ def run_beside(
     """
     builds = build(options, baselines, farm)
     device, run = frozen.device_key(device_name), new_run()
-    path = table_path(options.results, device, options.problem.name)
+    problem, mode = options.problem, options.rank_mode
+    path = table_path(options.results, device, problem.name, mode, problem.num_ranks)
     control = default_schedule(options.problem, max(options.schedules), recipe=options.recipe)
     usable = [s for s in options.schedules.values() if _built(options, s, builds).status == "ok"]
     bench = make_bench(options.config, usable[0] if usable else control)
