@@ -184,6 +184,24 @@ def check_file(flag: str, path: Path) -> None:
         raise ValueError(f"{flag} {path}: it cannot be read: {error.strerror}") from error
 
 
+def check_gpus(num_ranks: int, instead: str) -> None:
+    """Refuse ranks with a GPU each where there are fewer GPUs.
+
+    Args:
+        num_ranks: how many.
+        instead: what to do, a sentence.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    found = doctor.count_gpus()
+    if found < num_ranks:
+        raise ValueError(
+            f"--rank-mode real needs {num_ranks} SM90 GPUs, one for each rank; this machine has "
+            f"{found}. {instead}"
+        )
+
+
 def recipe_of(args: argparse.Namespace) -> Recipe:
     return Recipe.parse(args.recipe)
 

@@ -1,4 +1,8 @@
-"""`tl-megamoe bench`: the schedule of a problem beside other ways to run the layer, in one run."""
+"""`tl-megamoe bench`: the schedule of a problem beside other ways to run the layer, in one run.
+
+One rank alone, or all ranks with a GPU each (`--rank-mode real`): a process a GPU as in a search,
+and times that are the maximum over the ranks of the median of each.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from .args import (
     add_problem,
     add_ranks,
     add_recipe,
+    check_gpus,
     counts,
     current_commit,
     device_of,
@@ -107,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
     gpu = doctor.find_gpu()
     if gpu is None:
         raise ValueError("bench times on an SM90 GPU, and there is none here. --list says more")
+    if options.rank_mode == "real":
+        check_gpus(options.problem.num_ranks, "Bench fewer --ranks")
     baselines = chosen_baselines(options.problem, options.recipe, args.baseline)
     try:
         return _run_on_gpu(options, baselines, farm, gpu, args.timeout)
@@ -119,18 +126,17 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     """What the flags ask for.
 
     Raises:
-        ValueError: a flag that does not fit the others, or several ranks.
+        ValueError: a flag that does not fit the others, or virtual ranks.
     """
-    from tl_megamoe.synthetic import random_inputs
-
     from .baselines.beside import BenchOptions, choose
+    from .search_command import check_routing
 
     problem, mode = running_problem(args)
-    if mode != "one":
+    if mode == "virtual":
         raise ValueError(
-            f"--rank-mode {mode}: bench times one rank alone. Leave --ranks and --rank-mode away; "
-            "search times several ranks, and baselines for a GPU a rank are called from a script "
-            "(tl_megamoe.explorer.baselines)"
+            "--rank-mode virtual: bench times one rank alone, or ranks with a GPU each: times of "
+            "ranks that share a GPU say nothing about either. Add --rank-mode real, or leave "
+            "--ranks and --rank-mode away"
         )
     if args.tokens is None:
         raise ValueError("bench needs --tokens, as --tokens 16,512,8192")
@@ -138,14 +144,15 @@ def options_of(args: argparse.Namespace) -> BenchOptions:
     capacity = args.capacity or most
     if capacity < most:
         raise ValueError(f"--capacity {capacity} is below the {most} of --tokens")
-    random_inputs(problem, most if args.routing.startswith("file:") else 1, args.routing)
+    check_routing(problem, args.routing, most)
     recipe = recipe_of(args)
     device = device_of(args) if args.schedule == "frozen" else ""
     return BenchOptions(
         problem=problem,
-        schedules=choose(problem, device, args.tokens, args.schedule, recipe),
+        schedules=choose(problem, device, args.tokens, args.schedule, recipe, mode),
         capacity=capacity,
         results=args.out,
+        rank_mode=mode,
         recipe=recipe,
         routing=args.routing,
         seed=args.seed,
@@ -234,6 +241,8 @@ def report(options: BenchOptions, cell: CellResult, device: str) -> str:
     from .baselines.beside import layer_rates
 
     problem, ours = options.problem, cell.ours.time
+    real = options.rank_mode == "real"
+    ranks = f", {problem.num_ranks} ranks with a GPU each" if real else ""
     lines: list[Sequence[str]] = [HEADER]
     notes = []
     for entrant in (cell.ours, *cell.baselines):
@@ -243,7 +252,7 @@ def report(options: BenchOptions, cell: CellResult, device: str) -> str:
             lines.append((name, entrant.version or "-", entrant.status, *["-"] * 5))
             notes.append(f"{name}: {entrant.status}: {entrant.reason}")
             continue
-        rates = layer_rates(problem, cell, time.median_us)
+        rates = layer_rates(options, cell, time.median_us)
         ratio = "-" if ours is None else f"{ours.median_us / time.median_us:.3f}"
         lines.append(
             (
@@ -253,13 +262,14 @@ def report(options: BenchOptions, cell: CellResult, device: str) -> str:
                 "1" if entrant is cell.ours else ratio,
                 f"{rates['tflops']:.0f}",
                 f"{rates['hbm_gbs']:.0f}",
-                "-",  # one rank sends nothing
+                f"{rates['nvlink_gbs']:.0f}" if real else "-",  # one rank sends nothing
                 f"{rates['ratio_to_floor']:.3f}",
             )
         )
     title = (
-        f"{problem.name} on {device}, {cell.num_tokens} tokens, {routing_name(options.routing)}, "
-        f"recipe {options.recipe}, {cell.schedule.name}; ratio: our time over theirs"
+        f"{problem.name} on {device}, {cell.num_tokens} tokens{ranks}, "
+        f"{routing_name(options.routing)}, recipe {options.recipe}, "
+        f"{cell.schedule.name}; ratio: our time over theirs"
     )
     return "\n".join([title, render(lines), *notes, ""])
 

@@ -25,6 +25,7 @@ from .evidence import MIN_OBSERVATIONS, MIN_SEEDS, Confirmed, confirmed
 from .space import default_of, frozen_as_run
 from .table import (
     SUMMARY_COLUMNS,
+    SUMMARY_NAME,
     locked_folder,
     read_table,
     table_path,
@@ -41,6 +42,7 @@ class Plan:
 
     Attributes:
         path: the frozen file.
+        tables: folder of the table that it rests on.
         choices: one for each token count.
         entries: JSON entries of this problem's ranks and mode.
         data: the whole file.
@@ -50,6 +52,7 @@ class Plan:
     """
 
     path: Path
+    tables: Path
     choices: list[Choice]
     entries: list[dict[str, Any]]
     data: dict[str, Any]
@@ -135,7 +138,7 @@ def plan_freeze(
     """
     rank_mode, recipe = rank_mode or problem.rank_mode, recipe or Recipe()
     mix = dict(mix or {"uniform": 1.0})
-    source = table_path(results, device, problem.name)
+    source = table_path(results, device, problem.name, rank_mode, problem.num_ranks)
     if not source.exists():
         raise ValueError(
             f"no results at {source}: run tl-megamoe search {flags_of(problem, rank_mode)} "
@@ -192,6 +195,7 @@ def plan_freeze(
     everything.sort(key=lambda e: (e["num_ranks"], e["rank_mode"], e["max_tokens"]))
     plan = Plan(
         path=path,
+        tables=source.parent,
         choices=choices,
         entries=entries,
         data={
@@ -207,11 +211,11 @@ def plan_freeze(
     return plan
 
 
-def write_freeze(plan: Plan, results: Path, device: str) -> None:
-    """Write a plan: the frozen file and the problem's rows of results/<device>/summary.csv."""
-    with locked_folder(results / device):
+def write_freeze(plan: Plan) -> None:
+    """Write a plan: the frozen file, and the problem's rows of the summary beside its table."""
+    with locked_folder(plan.tables):
         write_atomically(plan.path, json.dumps(plan.data, indent=1) + "\n")
-        update_summary(results / device / "summary.csv", plan.summary, plan.carried)
+        update_summary(plan.tables / SUMMARY_NAME, plan.summary, plan.carried)
 
 
 def mix_text(mix: Mapping[str, float]) -> str:

@@ -67,7 +67,7 @@ def run_freeze(args: argparse.Namespace) -> int:
         rank_mode=mode,
     )
     if not args.dry_run:
-        write_freeze(plan, args.out, device)
+        write_freeze(plan)
     verb = "would have" if args.dry_run else "has"
     print(f"{plan.path} {verb} {len(plan.entries)} entries for {len(plan.choices)} token counts")
     for line in plan.changes:

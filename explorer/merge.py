@@ -241,7 +241,8 @@ def add_parser(add: Callable[..., Any]) -> None:
         "--out",
         type=Path,
         required=True,
-        help="a .csv file, or a results folder: <out>/<device>/<problem>.csv",
+        help="a .csv file, or a results folder: <out>/<device>/<problem>.csv, <device>-x<R> for R "
+        "ranks with a GPU each",
     )
     parser.add_argument(
         "--allow",
@@ -281,10 +282,20 @@ def run_merge(args: argparse.Namespace) -> int:
 def _destination(out: Path, tables: Sequence[Path]) -> Path:
     if out.suffix == ".csv" and not out.is_dir():
         return out
-    for path in tables:
-        lines = read_lines(path) if path.is_file() else []
-        if lines:
-            return table_path(out, lines[0][AT["device"]], lines[0][AT["problem"]])
+    lines = [line for path in tables if path.is_file() for line in read_lines(path)]
+    names = ("device", "problem", "rank_mode", "num_ranks")
+    places: dict[Path, Path] = {}
+    for device, problem, mode, ranks in ([line[AT[name]] for name in names] for line in lines):
+        if device == lines[0][AT["device"]]:  # other devices, other problems: `join_tables` refuses
+            path = table_path(out, device, problem, mode, int(ranks))
+            places.setdefault(path.parent, path)
+    if len(places) > 1:
+        raise ValueError(
+            f"rows of {' and '.join(map(str, places))}: those of ranks with a GPU each lie apart. "
+            "Merge the tables of each folder, or name a .csv file as --out"
+        )
+    if places:
+        return next(iter(places.values()))
     raise ValueError(
         f"no rows in {', '.join(map(str, tables))}, so that no device and problem say where in "
         f"{out} the table belongs: name existing tables, or a .csv file as --out"

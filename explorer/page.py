@@ -1,4 +1,4 @@
-"""The results page of a device: results/<device>/report.html and its Markdown twin report.md.
+"""The results page of a folder: results/<device>/report.html and its Markdown twin report.md.
 
 The page is built from the tables alone, so it is the same whenever it is built from the same rows.
 """
@@ -21,7 +21,7 @@ from .glossary import TERMS
 from .schema import STAGES, STATUSES, TableError
 from .section_blocks import drift_figure, number, section_blocks
 from .sections import Section, run_names, sections_of
-from .table import read_table, write_atomically
+from .table import gpu_of, read_table, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def write_page(folder: Path, schedules: Path | None = None, *, draw: bool = True
         )
     draw = check_figures(folder, draw=draw)
     device = folder.resolve().name
-    frozen = _frozen_files(schedules or schedules_root(), device)
+    frozen = _frozen_files(schedules or schedules_root(), gpu_of(device))
     title, blocks = build(device, tables, frozen, draw=draw)
     out = [folder / "report.html", folder / "report.md"]
     write_atomically(out[0], to_html(title, blocks))

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.device.walk import first_blocks
+from tl_megamoe.layout import num_ring_rows
 from tl_megamoe.schedule import COUNTER_BITS
+
+CAPACITY_STEP = 128
+"""Tokens; a capacity that is proposed is a multiple."""
 
 
 def num_blocks(counts: Sequence[int], block_m: int) -> int:
@@ -76,6 +80,30 @@ def rows_left(
 def fits_ring(buffer: SymmBuffer, counts: Sequence[int], block_m: int) -> bool:
     """Whether the pools have memory for all rows at once."""
     return num_blocks(counts, block_m) <= buffer.layout.ring_rows // block_m
+
+
+def no_room_at_once(buffer: SymmBuffer, received: Sequence[Sequence[int]], block_m: int) -> str:
+    """Why phases one after the other cannot run: the pools must hold all rows of a launch at once.
+
+    The fused kernel reuses rows while it runs. Empty when they can.
+
+    Args:
+        buffer: of one of the ranks.
+        received: rows of each local expert, by rank.
+        block_m: rows of a pool block.
+    """
+    ring = buffer.layout.ring_blocks(block_m)
+    blocks = max(num_blocks(counts, block_m) for counts in received)
+    if blocks <= ring:
+        return ""
+    capacity = CAPACITY_STEP
+    while num_ring_rows(buffer.problem, capacity) // block_m < blocks:
+        capacity += CAPACITY_STEP
+    return (
+        f"block_m={block_m} makes {blocks} pool blocks of a rank, and phases one after the other "
+        f"have memory for {ring} at --capacity {buffer.capacity}: pass --capacity {capacity} or "
+        "more"
+    )
 
 
 def counters_are_zero(buffer: SymmBuffer) -> bool:

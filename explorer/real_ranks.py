@@ -229,8 +229,13 @@ def join_job(rank: int, num_ranks: int, port: int, backend: str, device: Any = N
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device)
 
 
-def make_real_worker(config: WorkerConfig, rank: int, port: int) -> Worker:
-    """The factory that the child of a rank imports; all ranks call it at the same time.
+def join_real_ranks(config: WorkerConfig, rank: int, port: int) -> Any:
+    """Make this process a rank with a GPU; all ranks call it at the same time. Gives the GPU.
+
+    Args:
+        config: of the worker that it will hold.
+        rank: of the config's problem.
+        port: of the store (`join_job`).
 
     Raises:
         ValueError: fewer GPUs than ranks.
@@ -252,6 +257,12 @@ def make_real_worker(config: WorkerConfig, rank: int, port: int) -> Worker:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     join_job(rank, num_ranks, port, "nccl", device)
+    return device
+
+
+def make_real_worker(config: WorkerConfig, rank: int, port: int) -> Worker:
+    """The factory that the child of a rank imports; as `join_real_ranks`."""
+    device = join_real_ranks(config, rank, port)
     return Worker(config, device=str(device))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tl_megamoe
 from tl_megamoe import metrics
+from tl_megamoe.problem import Problem
 from tl_megamoe.schedule import Schedule
 
 from .constants import load_constants
@@ -96,7 +97,13 @@ class Recorder:
         self.options = options
         self.device = device
         self.source = "measured" if measured else "model"
-        self.path = table_path(options.results, device, options.problem.name)
+        self.path = table_path(
+            options.results,
+            device,
+            options.problem.name,
+            options.rank_mode,
+            options.problem.num_ranks,
+        )
         self.run = new_run()
         self._constants = load_constants()
         self._predicted: dict[tuple[int, Schedule], float] = {}
@@ -347,7 +354,7 @@ class Recorder:
             "p10_us": found.p10_us,
             "p90_us": found.p90_us,
             "num_samples": found.num_samples,
-            "ranks_us": "/".join(f"{t:.2f}" for t in found.ranks_us),
+            "ranks_us": ranks_text(found),
             "yardstick_tflops": found.yardstick_tflops,
             "touched_experts": info.touched,
             "pairs": info.pairs,
@@ -355,13 +362,22 @@ class Recorder:
             **state_columns(found.state, found.end),
         }
         if options.phase == "fused":
-            row.update(layer_columns(options, cell.num_tokens, info, us, yardstick))
+            row.update(
+                layer_columns(
+                    options.problem, options.rank_mode, cell.num_tokens, info, us, yardstick
+                )
+            )
         if baseline is not None:
             row["baseline"] = BASELINE
             row["baseline_version"] = tl_megamoe.__version__
             row["baseline_us"] = baseline.median_us
             row["ratio_to_baseline"] = us / baseline.median_us
         return row
+
+
+def ranks_text(found: Measurement) -> str:
+    """The column `ranks_us`: the median of each rank, empty where one rank runs."""
+    return "/".join(f"{t:.2f}" for t in found.ranks_us)
 
 
 def state_columns(start: GpuState, end: GpuState) -> dict[str, float | None]:
@@ -374,14 +390,18 @@ def state_columns(start: GpuState, end: GpuState) -> dict[str, float | None]:
 
 
 def layer_columns(
-    options: SearchOptions, num_tokens: int, info: CellInfo, us: float, yardstick: float
+    problem: Problem,
+    rank_mode: str,
+    num_tokens: int,
+    info: CellInfo,
+    us: float,
+    yardstick: float,
 ) -> dict[str, float]:
-    """Floor, its ratio and rates of a whole layer that took `us` microseconds."""
-    problem = options.problem
-    touched, pairs = info.touched, info.pairs
-    if options.rank_mode == "real":
-        touched, pairs = info.max_touched, info.max_pairs
-    size = (problem, num_tokens * options.gpu_ranks, touched, pairs)
+    """Floor, its ratio and rates of a whole layer that took `us` microseconds, of one GPU."""
+    touched, pairs, gpu_ranks = info.touched, info.pairs, problem.num_ranks
+    if rank_mode == "real":
+        touched, pairs, gpu_ranks = info.max_touched, info.max_pairs, 1
+    size = (problem, num_tokens * gpu_ranks, touched, pairs)
     floor = metrics.floor_us(*size, yardstick)
     row = {
         "floor_us": floor,

@@ -28,6 +28,7 @@ from .freeze import flags_of, rows_of
 from .ranking import GROUP, order_column, problem_of_row, ranked_cells, status_counts
 from .report_text import render
 from .schema import STAGES
+from .table import folder_name, gpu_of
 
 __all__ = ["add_parser", "order_column", "ranked_cells", "render", "run", "status_counts"]
 
@@ -47,7 +48,9 @@ def add_parser(add: Callable[..., Any]) -> None:
     add_recipe(parser, "only rows of this recipe", default=None)
     parser.add_argument("--tokens", type=counts, help="only these counts")
     parser.add_argument("--out", type=Path, default=DEFAULT_RESULTS, help="results folder")
-    parser.add_argument("--device", help="as nvidia-h200 (all with rows)")
+    parser.add_argument(
+        "--device", help="as nvidia-h200, or nvidia-h200-x2: its ranks alone (all with rows)"
+    )
     parser.add_argument("--top", type=one_count, default=10, help="candidates of a table (10)")
     parser.add_argument("--csv", action="store_true", help="print the rows as CSV, as they stand")
     parser.add_argument(
@@ -108,11 +111,10 @@ def _print_lines(tables: Tables) -> None:
 def _write_pages(args: argparse.Namespace, tables: Tables) -> None:
     from .page import check_figures, write_page
 
-    devices: dict[str, bool] = {}  # whether it has measured rows
-    for frame in tables.values():
-        for device, rows in frame.groupby("device"):
-            measured = bool((rows["source"] == "measured").any())
-            devices[str(device)] = devices.get(str(device), False) or measured
+    devices: dict[str, bool] = {}  # folder -> whether it has measured rows
+    for path, frame in tables.items():
+        measured = bool((frame["source"] == "measured").any())
+        devices[path.parent.name] = devices.get(path.parent.name, False) or measured
     chosen = [device for device in sorted(devices) if devices[device] or args.device]
     for device in sorted(set(devices) - set(chosen)):
         print(
@@ -173,11 +175,13 @@ def _tables(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> Ta
     from .page import device_tables
     from .table import read_table
 
-    device = device_key(args.device) if args.device else "*"
+    folders = sorted(path for path in args.out.glob("*") if path.is_dir())
+    if args.device:
+        device = device_key(args.device)
+        folders = [path for path in folders if device in (path.name, gpu_of(path.name))]
     if problem is not None:
-        paths = sorted(args.out.glob(f"{device}/{problem[0].name}.csv"))
-        return {path: read_table(path) for path in paths}
-    folders = sorted(path for path in args.out.glob(device) if path.is_dir())
+        paths = [folder / f"{problem[0].name}.csv" for folder in folders]
+        return {path: read_table(path) for path in paths if path.is_file()}
     return {
         folder / f"{name}.csv": frame
         for folder in folders
@@ -192,7 +196,8 @@ def _chosen(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> Ta
         ValueError: there are none.
     """
     tables = _tables(args, problem)
-    wanted = {"device": device_key(args.device) if args.device else None, "recipe": args.recipe}
+    gpu = gpu_of(device_key(args.device)) if args.device else None
+    wanted = {"device": gpu, "recipe": args.recipe}
 
     def chosen(tokens: tuple[int, ...] | None) -> Tables:
         found = {p: select(f, problem, tokens, **wanted) for p, f in tables.items()}
@@ -201,7 +206,10 @@ def _chosen(args: argparse.Namespace, problem: tuple[Problem, str] | None) -> Ta
     found = chosen(args.tokens)
     if found:
         return found
-    pattern = f"{wanted['device'] or '*'}/{problem[0].name if problem else '*'}.csv"
+    place = device_key(args.device) if args.device else "*"
+    if problem is not None and gpu_of(place) == place:
+        place = folder_name(place, problem[1], problem[0].num_ranks)
+    pattern = f"{place}/{problem[0].name if problem else '*'}.csv"
     recipe = f", recipe {args.recipe}" if args.recipe else ""
     rows = "no rows"
     if problem is not None:

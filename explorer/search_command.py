@@ -22,6 +22,7 @@ from .args import (
     add_ranks,
     add_recipe,
     add_space,
+    check_gpus,
     counts,
     current_commit,
     mix_of,
@@ -128,7 +129,7 @@ def options_of(args: argparse.Namespace) -> SearchOptions:
         raise ValueError(f"capacity={capacity} is below the {max(args.tokens)} of --tokens")
     mix = mix_of(args.routing)
     for routing in mix:
-        _check_routing(problem, routing, max(args.tokens))
+        check_routing(problem, routing, max(args.tokens))
     extra: dict[str, Any] = {}
     if hasattr(args, "strategy"):
         extra = {
@@ -160,8 +161,14 @@ def options_of(args: argparse.Namespace) -> SearchOptions:
     )
 
 
-def _check_routing(problem: Problem, routing: str, num_tokens: int) -> None:
-    """Fail on a bad routing now and not after minutes of compiling."""
+def check_routing(problem: Problem, routing: str, num_tokens: int) -> None:
+    """Fail on a bad routing now and not after minutes of compiling.
+
+    Args:
+        problem: the layer as it runs.
+        routing: as for `random_inputs`.
+        num_tokens: of a rank.
+    """
     from tl_megamoe.synthetic import load_routing, random_inputs
 
     if routing.startswith("file:"):
@@ -190,12 +197,7 @@ def run(args: argparse.Namespace) -> int:
         import_optuna()
     options = options_of(args)
     if options.rank_mode == "real" and not args.compile_only:
-        found = doctor.count_gpus()
-        if found < options.problem.num_ranks:
-            raise ValueError(
-                f"--rank-mode real needs {options.problem.num_ranks} SM90 GPUs, one for each rank; "
-                f"this machine has {found}. Search with --rank-mode virtual or fewer --ranks"
-            )
+        check_gpus(options.problem.num_ranks, "Search with --rank-mode virtual or fewer --ranks")
     if args.confirm and min(args.seeds, args.observations) < 3:
         print(
             f"{args.seeds} seeds x {args.observations} observations: freeze asks for 3 x 3",

@@ -1,5 +1,8 @@
 """The results tables: results/<device>/<problem>.csv, append-only, one row for every candidate.
 
+Rows of R ranks with a GPU each are of another machine than those of one GPU and lie in a folder of
+their own, results/<device>-x<R>/ (`folder_name`); their column `device` is the GPU all the same.
+
 To read results, in a notebook for example:
 
     from tl_megamoe.explorer.table import load
@@ -15,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +69,9 @@ __all__ = [
     "append_rows",
     "check_device",
     "finished_keys",
+    "folder_name",
     "format_rows",
+    "gpu_of",
     "key_of",
     "load",
     "locked_file",
@@ -85,9 +91,29 @@ SUMMARY_NAME = "summary.csv"
 """The file beside the tables of a device that holds its frozen choices."""
 
 
-def table_path(results: Path, device: str, problem: str) -> Path:
-    """Where the rows of a problem on a device are."""
-    return results / device / f"{problem}.csv"
+def folder_name(device: str, rank_mode: str = "one", num_ranks: int = 1) -> str:
+    """The folder of rows: that of their GPU's model, and how many of them where each rank has one.
+
+    Args:
+        device: for example `nvidia-h200`.
+        rank_mode, num_ranks: how the ranks ran.
+
+    Returns:
+        For example `nvidia-h200`, or `nvidia-h200-x2`.
+    """
+    return f"{device}-x{num_ranks}" if rank_mode == "real" else device
+
+
+def gpu_of(folder: str) -> str:
+    """The GPU's model of a folder of `folder_name`."""
+    return re.sub(r"-x\d+$", "", folder)
+
+
+def table_path(
+    results: Path, device: str, problem: str, rank_mode: str = "one", num_ranks: int = 1
+) -> Path:
+    """Where the rows of a problem are; arguments as for `folder_name`."""
+    return results / folder_name(device, rank_mode, num_ranks) / f"{problem}.csv"
 
 
 # ---- reading
@@ -108,7 +134,7 @@ def read_table(path: Path, device: str | None = None) -> pd.DataFrame:
 
     Args:
         path: the file.
-        device: whose rows it must hold, for example `nvidia-h200`; any when None.
+        device: whose rows it must hold, as `check_device`; any when None.
 
     Raises:
         TableError: as `parse`, or rows of another device.
@@ -133,10 +159,20 @@ def read_lines(path: Path) -> list[list[str]]:
 def check_device(frame: pd.DataFrame, device: str, path: Path) -> None:
     """Refuse rows of another device than that of the folder they lie in.
 
+    Args:
+        frame: rows.
+        device: `nvidia-h200`, where all its rows may lie: those of ranks with a GPU each did once;
+            or `nvidia-h200-x2`.
+        path: their file.
+
     Raises:
         TableError: there are such rows.
     """
-    foreign = frame.loc[frame["device"] != device, "device"]
+    homes = frame["device"].where(
+        frame["rank_mode"] != "real",
+        frame["device"] + "-x" + frame["num_ranks"].astype(str),
+    )
+    foreign = homes[(frame["device"] != device) & (homes != device)]
     if len(foreign):
         others = ", ".join(sorted({repr(name) for name in foreign}))
         raise TableError(

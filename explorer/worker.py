@@ -18,7 +18,6 @@ import torch
 
 from tl_megamoe import metrics, reference
 from tl_megamoe.buffer import SymmBuffer
-from tl_megamoe.device.walk import first_blocks
 from tl_megamoe.kernel import CompiledKernel, KernelSpec, compile_kernel
 from tl_megamoe.schedule import Schedule
 from tl_megamoe.synthetic import Inputs, random_inputs, random_weights
@@ -35,6 +34,7 @@ from .messages import WorkerConfig as WorkerConfig
 from .messages import kernel_specs as kernel_specs
 from .messages import merge_checks
 from .messages import phases_of as phases_of
+from .places import no_room_at_once
 from .protocol import NUM_SETS, Block, CudaBench, Rules
 from .ranks import OneRank, RankFailed, Ranks, VirtualRanks, open_ranks
 
@@ -275,8 +275,7 @@ class Worker:
 
     def _check_here(self, name: str, schedule: Schedule) -> CheckResult:
         """What `check` finds on the ranks here."""
-        reasons = self.ranks.gather(dict.fromkeys(self.ranks.here, self._no_room(schedule)))
-        reason = next(filter(None, reasons), "")
+        reason = self._no_room(schedule, self.config.phase != "fused")
         if reason:
             return CheckResult("invalid", reason=reason)
         try:
@@ -363,24 +362,20 @@ class Worker:
         """The result of all ranks, the same on each."""
         return merge_checks(self.ranks.gather(dict.fromkeys(self.ranks.here, own)))
 
-    def _no_room(self, schedule: Schedule) -> str:
-        """Why the GPU or the buffers have no room for a candidate; empty when they do."""
-        first = self.ranks.first
+    def _no_room(self, schedule: Schedule, phases: bool) -> str:
+        """Why the GPUs or the buffers have no room for a candidate; empty when they do.
+
+        The same on all ranks; `phases`: it runs as phases one after the other.
+        """
+        first, reason = self.ranks.first, ""
         if first.num_sms is not None and schedule.num_sms > first.num_sms:
-            return (
+            reason = (
                 f"num_sms={schedule.num_sms} exceeds the {first.num_sms} SMs that a rank has here"
             )
-        if self.config.phase == "fused":
-            return ""
-        block_m, ring = schedule.block_m, first.layout.ring_blocks(schedule.block_m)
-        blocks = max(first_blocks(counts, block_m)[-1] for counts in self.received)
-        if blocks <= ring:
-            return ""
-        # The fused kernel reuses rows while it runs; phases one after the other cannot.
-        return (
-            f"block_m={block_m} makes {blocks} pool blocks of a rank, and a phase alone has memory "
-            f"for {ring}: search with a larger --capacity than {self.config.capacity}"
-        )
+        elif phases:
+            reason = no_room_at_once(first, self.received, schedule.block_m)
+        reasons = self.ranks.gather(dict.fromkeys(self.ranks.here, reason))
+        return next(filter(None, reasons), "")
 
     def _poison(self) -> None:
         """Make set 0 forget: whatever a candidate before left there is not this one's."""

@@ -375,8 +375,12 @@ def test_flags_become_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*FLASH, "--ranks", "8", "--rank-mode", "real"), "bench times one rank alone"),
-        ((*FLASH, "--ranks", "2", "--rank-mode", "virtual"), "bench times one rank alone"),
+        (
+            (*FLASH, "--ranks", "2", "--rank-mode", "virtual"),
+            "bench times one rank alone, or ranks",
+        ),
+        ((*FLASH, "--ranks", "2"), "--ranks 2 with --rank-mode one: one rank runs alone"),
+        ((*FLASH, "--rank-mode", "real"), "needs the number of ranks that run"),
         (("--problem", "deepseek-v4-flash"), "bench needs --tokens"),
         ((*FLASH, "--capacity", "100"), "--capacity 100 is below the 512 of --tokens"),
         ((*FLASH, "--routing", "zip"), "routing='zip' must be one of"),
@@ -555,6 +559,27 @@ def test_recheck_sees_a_baseline_that_went_wrong(worker: tuple[BenchWorker, list
     assert found.status == "incorrect"
     assert "relative error" in found.reason
     assert not made.bench.cell
+
+
+def test_recheck_sees_what_timed_launches_left(worker: tuple[BenchWorker, list[str]]) -> None:
+    made, _ = worker
+    for index, wrong in ((0, 2.0), (2, torch.nan)):
+        made.check("right", default_schedule(TINY, 16))
+        made.prepared["right"].outputs[index].mul_(wrong)
+        assert made.recheck("right").status == "incorrect"
+        assert not made.bench.cell
+
+
+def test_unfused_that_writes_nothing_is_not_right(
+    worker: tuple[BenchWorker, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = worker
+    schedule = default_schedule(TINY, 16)
+    made.check("ours", schedule)
+    monkeypatch.setattr(FakeKernel, "launch", lambda *arguments: None)
+    found = made.check("unfused", schedule)
+    assert found.status == "incorrect"
+    assert "values are NaN or infinite on one side" in found.reason
 
 
 def test_a_new_cell_forgets_prepared_baselines(worker: tuple[BenchWorker, list[str]]) -> None:

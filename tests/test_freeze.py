@@ -37,7 +37,7 @@ def plan(tmp_path: Path, rows: list[dict[str, Any]], **fields: Any) -> Plan:
 
 def freeze(tmp_path: Path, rows: list[dict[str, Any]], **fields: Any) -> Plan:
     found = plan(tmp_path, rows, **fields)
-    write_freeze(found, tmp_path / "results", DEVICE)
+    write_freeze(found)
     return found
 
 

@@ -42,7 +42,7 @@ def tables(tmp_path: Path) -> Path:
 
 def run_freeze(tables: Path, problem: Problem = VIEW) -> Path:
     plan = plan_freeze(problem, DEVICE, tables / "results", tables / "schedules")
-    write_freeze(plan, tables / "results", DEVICE)
+    write_freeze(plan)
     return plan.path
 
 

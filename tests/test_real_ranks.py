@@ -195,7 +195,10 @@ def schedule(behaviour: int) -> Schedule:
 
 
 class MeetingKernel:
-    """One rank of the layer, by the reference; every launch meets the same launch of the peer."""
+    """One rank of the layer, by the reference; every launch meets the same launch of the peer.
+
+    The layer in its fused form, or in the last of the phases.
+    """
 
     def __init__(self, spec: KernelSpec):
         self.spec = spec
@@ -206,8 +209,10 @@ class MeetingKernel:
         self.launches += 1
         own = restore_weights(weights)  # as bytes: float8 does not travel
         parts = (own.l1.view(torch.uint8), own.l1_sf, own.l2.view(torch.uint8), own.l2_sf)
-        every = exchange((behaviour, self.launches, parts))
+        every = exchange(((behaviour, self.spec.phase), self.launches, parts))
         assert len({ticket[:2] for ticket in every}) == 1, "the ranks run different launches"
+        if self.spec.phase not in ("fused", "combine"):
+            return
         l1, l1_sf, l2, l2_sf = (
             torch.cat(part) for part in zip(*(e[2] for e in every), strict=True)
         )

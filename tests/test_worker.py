@@ -251,7 +251,8 @@ def test_a_phase_alone_needs_all_its_rows_in_memory() -> None:
     assert [sum(counts) for counts in worker.received] == pytest.approx([6144] * 2, rel=0.05)
     found = worker.check("a", schedule(RIGHT))
     assert found.status == "invalid"
-    assert "pool blocks of a rank, and a phase alone has memory for 46" in found.reason
+    assert "phases one after the other have memory for 46 at --capacity 24" in found.reason
+    assert "pass --capacity 128 or more" in found.reason
     assert not log
     worker.cell(4, "uniform")
     assert worker.check("a", schedule(RIGHT)).status == "ok"

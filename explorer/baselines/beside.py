@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 import tl_megamoe
-from tl_megamoe import frozen, metrics
+from tl_megamoe import frozen
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
@@ -27,7 +27,7 @@ from tl_megamoe.synthetic import routing_name
 from ..farm import NOT_BUILT, BuildResult, Farm, kernel_digest, package_version
 from ..messages import CellInfo, CheckResult, WorkerConfig
 from ..protocol import Bench, Failure, Measurement, Rules, run_rounds
-from ..record import new_run, state_columns
+from ..record import layer_columns, new_run, ranks_text, state_columns
 from ..table import append_rows, read_table, table_path
 from .base import Baseline
 from .unfused import Unfused, unfused_specs
@@ -57,7 +57,8 @@ class BenchOptions:
     """What to time.
 
     Attributes:
-        problem: the layer as one rank runs it, alone.
+        problem: the layer as it runs: one rank's view, or over all its ranks.
+        rank_mode: `one`, or `real`: a GPU a rank.
         schedules: token count -> ours.
         capacity: tokens of the buffers.
         results: folder of the tables.
@@ -69,6 +70,7 @@ class BenchOptions:
     schedules: dict[int, Schedule]
     capacity: int
     results: Path
+    rank_mode: str = "one"
     recipe: Recipe = Recipe()
     routing: str = "uniform"
     seed: int = 0
@@ -81,6 +83,7 @@ class BenchOptions:
         return WorkerConfig(
             problem=self.problem,
             capacity=self.capacity,
+            rank_mode=self.rank_mode,
             recipe=self.recipe,
             seed=self.seed,
             rules=self.rules,
@@ -148,16 +151,22 @@ def schedule_of(problem: Problem, name: str) -> Schedule:
 
 
 def choose(
-    problem: Problem, device: str, tokens: Sequence[int], name: str, recipe: Recipe
+    problem: Problem,
+    device: str,
+    tokens: Sequence[int],
+    name: str,
+    recipe: Recipe,
+    rank_mode: str = "one",
 ) -> dict[int, Schedule]:
     """Our schedule for each token count.
 
     Args:
-        problem: of one rank.
+        problem: the layer as it runs.
         device: whose frozen choices.
         tokens: of a rank.
         name: `frozen` (the built-in default where nothing is frozen), `default`, or a schedule's.
         recipe: of the kernels.
+        rank_mode: how the ranks run, as for `frozen.lookup`.
 
     Raises:
         ScheduleError: not valid for the problem.
@@ -165,7 +174,7 @@ def choose(
 
     def one(num_tokens: int) -> Schedule:
         if name == "frozen":
-            found = frozen.lookup(problem, device, num_tokens)
+            found = frozen.lookup(problem, device, num_tokens, rank_mode=rank_mode)
             if found is not None and not found.schedule.violations(problem, recipe):
                 return found.schedule
         if name in ("frozen", "default"):
@@ -244,7 +253,8 @@ def run_beside(
     """
     builds = build(options, baselines, farm)
     device, run = frozen.device_key(device_name), new_run()
-    path = table_path(options.results, device, options.problem.name)
+    problem, mode = options.problem, options.rank_mode
+    path = table_path(options.results, device, problem.name, mode, problem.num_ranks)
     control = default_schedule(options.problem, max(options.schedules), recipe=options.recipe)
     usable = [s for s in options.schedules.values() if _built(options, s, builds).status == "ok"]
     bench = make_bench(options.config, usable[0] if usable else control)
@@ -329,16 +339,10 @@ def _bad_build(
 # ---- rows
 
 
-def layer_rates(problem: Problem, cell: CellResult, us: float) -> dict[str, float]:
+def layer_rates(options: BenchOptions, cell: CellResult, us: float) -> dict[str, float]:
     """Floor, its ratio and rates of a layer of this cell that took `us` microseconds."""
-    size = (problem, cell.num_tokens, cell.info.touched, cell.info.pairs)
-    floor = metrics.floor_us(*size, cell.yardstick_tflops)
-    return {
-        "floor_us": floor,
-        "ratio_to_floor": metrics.ratio(us, floor),
-        "tflops": metrics.tflops(problem, cell.info.pairs, us),
-        "hbm_gbs": metrics.hbm_gbs(*size, us),
-    }
+    how = (options.problem, options.rank_mode)
+    return layer_columns(*how, cell.num_tokens, cell.info, us, cell.yardstick_tflops)
 
 
 def rows_of(cell: CellResult) -> list[dict[str, Any]]:
@@ -361,6 +365,8 @@ def rows_of(cell: CellResult) -> list[dict[str, Any]]:
                 f"baseline_p10_us={other.time.p10_us:.1f} baseline_p90_us={other.time.p90_us:.1f} "
                 f"baseline_yardstick_tflops={other.time.yardstick_tflops:.0f} {other.notes}"
             )
+            if other.time.ranks_us:
+                said += f" baseline_ranks_us={ranks_text(other.time)}"
         row["notes"] = f"{ours.notes}; {said}".strip("; ")
         rows.append(row)
     return rows
@@ -373,7 +379,7 @@ def _common(options: BenchOptions, cell: CellResult, built: BuildResult) -> dict
         "problem": p.name,
         "num_tokens": cell.num_tokens,
         "num_ranks": p.table_num_ranks,
-        "rank_mode": "one",
+        "rank_mode": options.rank_mode,
         "routing": routing_name(options.routing),
         "seed": options.seed,
         "stage": "bench",
@@ -406,8 +412,9 @@ def _common(options: BenchOptions, cell: CellResult, built: BuildResult) -> dict
             "p10_us": time.p10_us,
             "p90_us": time.p90_us,
             "num_samples": time.num_samples,
+            "ranks_us": ranks_text(time),
             "yardstick_tflops": time.yardstick_tflops,
-            **layer_rates(p, cell, time.median_us),
+            **layer_rates(options, cell, time.median_us),
             **state_columns(time.state, time.end),
         }
     return row

@@ -1,4 +1,31 @@
-"""Our own phases, each a kernel of its own, launched one after the other in one graph."""
+"""Our own phases, each a kernel of its own, launched one after the other in one graph.
+
+Over several ranks, each with a GPU, what one launch leaves another rank reads in a later one, so
+the ranks must meet between launches. Nothing is added for that: the phases meet by themselves.
+Every stand-alone phase holds the barrier of all ranks that stands before combine in the fused
+kernel (`phases.combine.wait_for_rows`; combine starts with it, the others end with it), and
+dispatch starts with one of its own, over which the counts travel. They are inside the kernels, so
+they are in the graph and in its time. With `D(` the barrier that dispatch starts with, `)` the one
+that a launch ends with and `(C` the one that combine starts with, a layer is `D( ) L1 ) L2 ) (C`.
+
+a rank that is ahead            while a slower one still      waits at
+pulls x, x_sf, topk_weights     lists its routes              D(
+fills x for the next layer      pulls this one's              ) of dispatch
+writes src_routes in the next D reads this one's              ) of dispatch
+sends counts in the next D      scans this one's              ) of dispatch
+combines its combine_acts       scatters rows into them       ) of linear2, and again (C
+scatters the next layer's rows  combines this one's           the next D(, which the slower one
+                                                              enters after its combine
+
+The last row is why linear2 or combine alone may not be repeated back to back
+(`kernel.KernelSpec.phase`), and the four in turn may. Linear1 reads and writes this rank's pools
+only. A fused launch on the same buffers, before or after, is one more `D( (C`.
+
+Two barriers of these five are what a launch needs, `D(` and one between linear2 and combine: the
+fused kernel has just them. So three are of the baseline's making, at the ends of dispatch and
+linear1 and once too often around linear2; on one rank they are barriers of the grid. What one costs
+is what the combine kernel takes for no tokens, which bounds what leaving three out could gain.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +42,7 @@ from ..worker import STAGES
 from .base import Layer, Prepared, Tolerance, no_gpu
 
 TESTED = "torch 2.11.0, NVIDIA H200, 2026-11-29"
+"""One rank."""
 
 
 def unfused_specs(
@@ -41,15 +69,16 @@ class Unfused:
         return no_gpu()
 
     def refuses(self, problem: Problem, recipe: Recipe) -> str | None:
-        if problem.num_ranks > 1:
-            return f"{problem.num_ranks} ranks: phases of several ranks meet on the host"
         return None
 
     def version(self) -> str:
         return f"{tl_megamoe.__version__} {kernel_digest()}"
 
     def prepare(self, layer: Layer) -> Prepared:
-        """Load the phases; they run on the buffers and weights of our fused kernel."""
+        """Load the phases; they run on the buffers and weights of our fused kernel.
+
+        All ranks call it at the same time, and `compile_spec` must be made for that.
+        """
         schedule, compile_spec = layer.schedule, layer.compile_spec
         memory = [
             (s.buffer, s.weights)
@@ -63,7 +92,8 @@ class Unfused:
             )
         specs = unfused_specs(layer.problem, schedule, memory[0][0].capacity, layer.recipe)
         kernels = [compile_spec(spec) for spec in specs]
-        outputs = [torch.empty_like(s.inputs.x, dtype=torch.bfloat16) for s in layer.sets]
+        # What is not written shows: fresh memory may hold the right result of an earlier cell.
+        outputs = [torch.full_like(s.inputs.x, torch.nan, dtype=torch.bfloat16) for s in layer.sets]
 
         def launch(index: int) -> None:
             buffer, weights = memory[index]
