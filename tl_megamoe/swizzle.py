@@ -32,7 +32,8 @@ def swizzle_rows(rows: Tensor) -> Tensor:
     row = torch.arange(8, device=rows.device)[:, None]
     chunk = torch.arange(width // CHUNK, device=rows.device)
     moved = chunk ^ (row if width == 128 else row // 2)
-    return split[..., row, moved, :].flatten(-2).flatten(-3, -2).view(rows.dtype)
+    out: Tensor = split[..., row, moved, :].flatten(-2).flatten(-3, -2).view(rows.dtype)
+    return out
 
 
 def pack_rows(rows: Tensor) -> Tensor:
