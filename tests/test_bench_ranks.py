@@ -59,13 +59,13 @@ REAL = ("--ranks", "2", "--rank-mode", "real")
 
 
 def test_flags_of_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--tokens", "512", "--out", str(tmp_path), "--device", "nvidia-h200")
+    flags = ("--tokens", "16", "--out", str(tmp_path), "--device", "nvidia-h200")
     opts = command.options_of(parse(*SIZES, *REAL, *flags, "--capacity", "2048"))
     assert (opts.rank_mode, opts.problem.num_ranks, opts.capacity) == ("real", 2, 2048)
     assert opts.config.rank_mode == "real"
-    frozen = choose(opts.problem, "nvidia-h200", [512], "frozen", Recipe(), "real")
+    frozen = choose(opts.problem, "nvidia-h200", [16], "frozen", Recipe(), "real")
     assert opts.schedules == frozen
-    assert frozen != choose(opts.problem, "no-such-card", [512], "frozen", Recipe(), "real")
+    assert frozen != choose(opts.problem, "no-such-card", [16], "frozen", Recipe(), "real")
     monkeypatch.setattr(command.doctor, "find_gpu", lambda: "NVIDIA H200")
     monkeypatch.setattr(command.doctor, "count_gpus", lambda: 1)
     with pytest.raises(ValueError, match="needs 2 SM90 GPUs.* this machine has 1. Bench fewer"):
