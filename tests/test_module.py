@@ -334,6 +334,13 @@ def test_state_dict_round_trip(module: MegaMoE) -> None:
         model.load_state_dict(small)
 
 
+def test_a_state_dict_of_another_layout_is_refused(module: MegaMoE) -> None:
+    state = module.state_dict()
+    state._metadata[""]["version"] = 1  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=r"saved in layout 1, and this one reads layout 2"):
+        make().load_state_dict(state)
+
+
 def test_missing_and_unexpected_keys_are_torchs(plain: PlainWeights) -> None:
     module = make()
     assert module.load_state_dict({}, strict=False).missing_keys == list(NAMES)

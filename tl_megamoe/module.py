@@ -106,6 +106,9 @@ class MegaMoE(nn.Module):
         RuntimeError: a process group is given and torch.distributed is not initialised.
     """
 
+    # Layout of the weights in a state dict, beside which torch saves it: 2 since they are swizzled.
+    _version = 2
+
     l1: Tensor
     l1_sf: Tensor
     l2: Tensor
@@ -406,6 +409,12 @@ class MegaMoE(nn.Module):
             state_dict, prefix, metadata, strict, own_missing, [], error_msgs
         )
         known = {f"{prefix}{word}" for word in WEIGHT_NAMES} & state_dict.keys()
+        version = local_metadata.get("version", self._version)
+        if known and version != self._version:
+            error_msgs.append(
+                f"the weights of {prefix or 'this module'!r} were saved in layout {version}, and "
+                f"this one reads layout {self._version}: load the checkpoint and save them again"
+            )
         for name in sorted(known):
             wanted = getattr(self, name.removeprefix(prefix)).dtype
             if state_dict[name].dtype != wanted:
