@@ -22,7 +22,13 @@ from tl_megamoe.recipe import Recipe
 from tl_megamoe.timeouts import check_reports
 from tl_megamoe.virtual import VirtualGroup
 
+from .messages import WorkerConfig
+from .protocol import NUM_SETS
+
 T = TypeVar("T")
+
+KERNEL_TIMEOUT_S = 5.0
+"""Bound of a wait inside a kernel; the child's own deadline is longer."""
 
 
 class Ranks(ABC):
@@ -276,3 +282,30 @@ def open_ranks(
         problem, capacity, device=own, timeout_s=timeout_s, recipe=recipe
     )
     return RealRanks(problem, {buffer.rank: buffer})
+
+
+def open_rank_sets(config: WorkerConfig, device: str) -> list[Ranks]:
+    """The ranks of each of the three sets: buffers of their own, the same streams.
+
+    Args:
+        config: of the worker.
+        device: of the ranks here. With rank_mode `real` this process is one of a
+            torch.distributed job, all of which call this.
+    """
+    problem, capacity = config.problem, config.capacity
+    options: dict[str, Any] = {"timeout_s": KERNEL_TIMEOUT_S, "recipe": config.recipe}
+    if config.rank_mode == "real":
+        return [
+            open_ranks(problem, capacity, mode="real", device=device, **options)
+            for _ in range(NUM_SETS)
+        ]
+    if config.rank_mode == "one":
+        return [
+            OneRank(problem, {0: SymmBuffer(problem, capacity, device, **options)})
+            for _ in range(NUM_SETS)
+        ]
+    group = VirtualGroup(problem.num_ranks, device)
+    return [
+        VirtualRanks(problem, dict(enumerate(group.buffers(problem, capacity, **options))), group)
+        for _ in range(NUM_SETS)
+    ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from tl_megamoe.kernel import CompiledKernel, KernelSpec, compile_kernel
 from tl_megamoe.schedule import Schedule
 from tl_megamoe.synthetic import Inputs, random_inputs, random_weights
 from tl_megamoe.timeouts import MegaMoeTimeout, check_reports
-from tl_megamoe.virtual import VirtualGroup, ensure_connections
+from tl_megamoe.virtual import ensure_connections
 from tl_megamoe.weights import transform_weights
 
 from . import gpu_state
@@ -36,7 +36,7 @@ from .messages import merge_checks
 from .messages import phases_of as phases_of
 from .places import no_room_at_once
 from .protocol import NUM_SETS, Block, CudaBench, Rules
-from .ranks import OneRank, RankFailed, Ranks, VirtualRanks, open_ranks
+from .ranks import RankFailed, Ranks, open_rank_sets
 
 if TYPE_CHECKING:
     from tl_megamoe.reference import Comparison
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KERNEL_TIMEOUT_S = 5.0
-"""Bound of a wait inside a kernel; the child's own deadline is longer."""
 CHECKED_TOKENS = 1024
 """Tokens of a cell that are compared with the reference, drawn by the seed where there are more: in
 float32, a K block at a time, all 8192 of a large layer would take seconds for every seed. 1024 put
@@ -485,33 +483,6 @@ class Worker:
         except Exception:
             return True
         return False
-
-
-def open_rank_sets(config: WorkerConfig, device: str) -> list[Ranks]:
-    """The ranks of each of the three sets: buffers of their own, the same streams.
-
-    Args:
-        config: of the worker.
-        device: of the ranks here. With rank_mode `real` this process is one of a
-            torch.distributed job, all of which call this.
-    """
-    problem, capacity = config.problem, config.capacity
-    options: dict[str, Any] = {"timeout_s": KERNEL_TIMEOUT_S, "recipe": config.recipe}
-    if config.rank_mode == "real":
-        return [
-            open_ranks(problem, capacity, mode="real", device=device, **options)
-            for _ in range(NUM_SETS)
-        ]
-    if config.rank_mode == "one":
-        return [
-            OneRank(problem, {0: SymmBuffer(problem, capacity, device, **options)})
-            for _ in range(NUM_SETS)
-        ]
-    group = VirtualGroup(problem.num_ranks, device)
-    return [
-        VirtualRanks(problem, dict(enumerate(group.buffers(problem, capacity, **options))), group)
-        for _ in range(NUM_SETS)
-    ]
 
 
 def _experts_of(plain: PlainWeights, experts: slice) -> PlainWeights:

@@ -458,7 +458,7 @@ def default_schedule(
     """The built-in choice for a problem that no frozen table covers.
 
     Pingpong below `cooperative_threshold` tokens, where 256 divides the hidden size and a scale
-    covers 128 columns (with 64 it spills registers). Else cooperative, and block_m follows the mean
+    covers 128 columns (with 64 it is not timed yet). Else cooperative, and block_m follows the mean
     rows an expert receives: up to one block of 64 rows for most experts, else 128. One wave: all
     linear1 tiles, then all linear2 tiles. With a hidden size that 256 does not divide both linears
     split rows: with one of each split ptxas spills.
