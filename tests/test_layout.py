@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_megamoe import PRESETS, Problem
-from tl_megamoe.layout import ALIGNMENT, ITEM_BYTES, MAX_BLOCK_M, MIN_BLOCK_M, make_layout
+from tl_megamoe.layout import (
+    ALIGNMENT,
+    GUARD_BYTES,
+    ITEM_BYTES,
+    MAX_BLOCK_M,
+    MIN_BLOCK_M,
+    make_layout,
+)
 
 
 @st.composite
@@ -30,14 +37,16 @@ def test_sections_are_aligned_and_apart(problem: Problem, capacity: int) -> None
     for name, section in layout.sections.items():
         assert section.name == name
         assert section.offset % ALIGNMENT == 0
-        assert section.offset >= end
+        assert layout.guards[name] == (end, section.offset - end)
+        assert GUARD_BYTES <= section.offset - end < GUARD_BYTES + ALIGNMENT
         size = ITEM_BYTES[section.dtype]
         for n in section.shape:
             assert n > 0
             size *= n
         assert section.num_bytes == size
         end = section.offset + size
-    assert end <= layout.num_bytes < end + ALIGNMENT
+    assert layout.guards["end"] == (end, layout.num_bytes - end)
+    assert GUARD_BYTES <= layout.num_bytes - end < GUARD_BYTES + ALIGNMENT
 
 
 @given(problems(), st.integers(1, 300), st.randoms())

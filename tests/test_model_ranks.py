@@ -18,7 +18,7 @@ from host_scheduler import STYLES, DeadlockError, ModelError
 
 from tl_megamoe.device.plan import Plan
 from tl_megamoe.device.walk import LINEAR1_BIT, WALK_CUDA, Task, first_blocks, walk, walk_order
-from tl_megamoe.layout import ALIGNMENT, LINE, MAX_RANKS, make_layout
+from tl_megamoe.layout import ALIGNMENT, GUARD_BYTES, LINE, MAX_RANKS, make_layout
 from tl_megamoe.problem import PRESETS, Problem, divisors_of
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import COUNTER_BITS, Schedule
@@ -445,14 +445,17 @@ def test_description_adds_up(ranks: int) -> None:
             s.name: (s.num_bytes, s.offset, s.peer_access) for s in layout.sections.values()
         }
         total = re.search(
-            r"symmetric ([\d,]+) \+ local ([\d,]+) \+ alignment ([\d,]+) = ([\d,]+) bytes", text
+            r"symmetric ([\d,]+) \+ local ([\d,]+) \+ alignment and guards ([\d,]+) = "
+            r"([\d,]+) bytes",
+            text,
         )
         assert total
         symmetric, local, padding, everything = (int(n.replace(",", "")) for n in total.groups())
         assert symmetric == sum(size for size, _, peer in reached.values() if peer)
         assert local == sum(size for size, _, peer in reached.values() if not peer)
         assert symmetric + local + padding == everything == layout.num_bytes
-        assert 0 <= padding < ALIGNMENT * len(reached)
+        guards = len(reached) + 1
+        assert GUARD_BYTES * guards <= padding < (GUARD_BYTES + ALIGNMENT) * guards
         ends = [(at, at + size) for size, at, _ in reached.values()]
         assert all(end <= at for (_, end), (at, _) in zip(ends, ends[1:], strict=False))
 

@@ -4,6 +4,8 @@ The layout depends on the problem and the capacity only, never on the schedule: 
 every schedule, and all ranks agree on every offset. `RANKS` below is `num_ranks`, `CAP` the
 capacity.
 
+An unused guard lies before each section and behind the last.
+
 section               shape                          what it holds
 x                     (CAP, hidden) e4m3             tokens of this rank, filled by the caller
 x_sf                  (CAP, hidden/128) f32          their scales
@@ -39,6 +41,9 @@ from .schedule import COUNTER_BITS
 
 ALIGNMENT = 1024
 """Bytes every section starts at a multiple of: what TMA and 128-byte swizzles ask for, and more."""
+GUARD_BYTES = 1024
+"""Bytes before the first section and at least as many behind each, which nothing uses:
+`SymmBuffer(debug=True)` looks whether anything was written there."""
 MIN_BLOCK_M = 32
 MAX_BLOCK_M = 128
 MAX_RANKS = 16
@@ -95,6 +100,17 @@ class Layout:
     num_bytes: int
 
     @property
+    def guards(self) -> dict[str, tuple[int, int]]:
+        """Offset and length in bytes of what is unused before each section, by its name, and
+        behind the last, as `end`."""
+        found: dict[str, tuple[int, int]] = {}
+        end = 0
+        for section in self.sections.values():
+            found[section.name] = (end, section.offset - end)
+            end = section.offset + section.num_bytes
+        return {**found, "end": (end, self.num_bytes - end)}
+
+    @property
     def max_pool_blocks(self) -> int:
         """Pool blocks at the smallest block_m: how many arrival counters there are."""
         return self.pool_rows // MIN_BLOCK_M
@@ -118,7 +134,7 @@ class Layout:
         local = sum(s.num_bytes for s in self.sections.values() if not s.peer_access)
         padding = self.num_bytes - symmetric - local
         lines.append(
-            f"  symmetric {symmetric:,} + local {local:,} + alignment {padding:,} = "
+            f"  symmetric {symmetric:,} + local {local:,} + alignment and guards {padding:,} = "
             f"{self.num_bytes:,} bytes = {self.num_bytes / 2**20:.1f} MiB"
         )
         return "\n".join(lines)
@@ -229,8 +245,8 @@ def make_layout(problem: Problem, capacity: int, recipe: Recipe | None = None) -
         ("workspace", (workspace["end"],), i32, True),
     ]
     sections: dict[str, Section] = {}
-    offset = 0
+    offset = GUARD_BYTES
     for name, shape, dtype, peer_access in arrays:
         sections[name] = Section(name, offset, shape, dtype, peer_access)
-        offset = _round_up(offset + sections[name].num_bytes, ALIGNMENT)
+        offset = _round_up(offset + sections[name].num_bytes + GUARD_BYTES, ALIGNMENT)
     return Layout(problem, capacity, recipe, rows, ring, sections, workspace, offset)

@@ -156,7 +156,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     turns.end_finish()
                     trace.mark_tile(plan, p, trace.FINISH, 2, block, tile)
                     turns.next()
-        report.pay()
+        report.settle()
         turns.end()
     if plan.phase == "dispatch":
         # Nobody else waits for the rows here; counters are reset when all are pulled.

@@ -17,7 +17,7 @@ them have reached its own. A word a peer, so that a timeout can name the one tha
 a barrier, so that a fast peer's second signal cannot stand in for a slow peer's first.
 
 Waits for other blocks are bounded: one longer than `timeout_ms` fills its tag's slot of pinned host
-memory (`REPORT_FIELDS` in timeouts.py) and, 100 ms later, stores to address 0, which ends the launch
+memory (`REPORT_FIELDS` in timeouts.py) and, 150 ms later, stores to address 0, which ends the launch
 with an illegal-address error.
 `__trap()` would make ptxas give the math branch 168 registers and spill in its K loop, and any printf
 would serialise WGMMA (C7510), so neither is used.
@@ -69,22 +69,25 @@ TLMM_DEV void tlmm_bar(int id, int n) { asm volatile("bar.sync %0, %1;" :: "r"(i
 TLMM_DEV void tlmm_bar_arrive(int id, int n) { asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(n) : "memory"); }
 // Full proxy fence (TileLang's is .shared::cta only): generic stores before it are seen by TMA after it.
 TLMM_DEV void tlmm_fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// The first wait of a tag to notice that it has timed out, on a GPU, fills the tag's slot.
+// Of the waits of a tag that time out within 50 ms, on a GPU, one for the lowest pool block fills the tag's slot:
+// others may wait for a tile of a block that is stuck on it.
 // All linger before they end the launch, so that every tag that is stuck reports: the host names the cause among
 // them, the others are its consequences. Claims are never given back: the context is lost.
-static __device__ unsigned tlmm_claims[16];
+static __device__ unsigned tlmm_lowest[16], tlmm_claims[16];
+TLMM_DEV void tlmm_linger(unsigned long long ns) { unsigned long long start = tlmm_now(); while (tlmm_now() - start <= ns) {} }
 TLMM_DEV void tlmm_check_timeout(unsigned long long start, int timeout_ms, long long report, int tag, int rank,
                                  int peer, int block, int expert, int tile, int have, int want) {
   unsigned long long bound = 1000000ull * (unsigned)timeout_ms;
   if (tlmm_now() - start <= bound) return;
-  if (atomicExch(&tlmm_claims[tag], 1u) == 0u) {
+  atomicMax(&tlmm_lowest[tag], ~(unsigned)block);  // the complement: the slots are zero at first
+  tlmm_linger(50000000ull);
+  if (atomicMax(&tlmm_lowest[tag], 0u) == ~(unsigned)block && atomicExch(&tlmm_claims[tag], 1u) == 0u) {
     volatile int* r = (int*)report + 16 * tag;
     r[1] = rank; r[2] = (int)blockIdx.x; r[3] = (int)threadIdx.x; r[4] = peer; r[5] = block; r[6] = expert;
     r[7] = tile; r[8] = have; r[9] = want;
     asm volatile("fence.acq_rel.sys;" ::: "memory"); r[0] = tag;
     asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-  start = tlmm_now();
-  while (tlmm_now() - start <= 100000000ull) {}
+  tlmm_linger(100000000ull);
   asm volatile("st.global.u32 [%0], %1;" :: "l"(0ull), "r"(tag) : "memory");
   for (;;) asm volatile("nanosleep.u32 1000;" ::: "memory"); }  // never back: no register has to outlive this
 TLMM_DEV void tlmm_wait_equal(const void* p, int want, long long report, int timeout_ms, int tag, int rank,

@@ -116,6 +116,24 @@ class Lookahead:
         return T.call_extern("int32", "tlmm_is_equal", T.address_of(at), want)
 
     @T.inline
+    def wait_for_rows(self, counter, target, tag, block, tile):
+        """Wait until the tile's rows are in the pool, unless that is known."""
+        if self.plan.fused:
+            if self.ready[0] == 0:
+                barriers.wait_equal(
+                    self.p,
+                    self.plan.counter(counter) + block,
+                    target,
+                    tag,
+                    block,
+                    self.expert[0],
+                    tile,
+                )
+                # Pairs with the writers' fences: plain and bulk stores of other blocks, our bulk
+                # loads.
+                barriers.fence_async()
+
+    @T.inline
     def halfway(self, k, num_k):
         """Part of the loop over a tile's K blocks."""
         if k == num_k // 2:

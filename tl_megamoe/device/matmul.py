@@ -33,8 +33,8 @@ RAW = 64
 """Values a thread holds of a 64 x 128 product."""
 
 
-def _operands(n: int, first: int = 0) -> str:
-    return ", ".join(f"%{first + i}" for i in range(n))
+def _operands(n: int) -> str:
+    return ", ".join(f"%{i}" for i in range(n))
 
 
 def _in_out(name: str, n: int) -> str:

@@ -49,6 +49,7 @@ class Report:
         self.plan = plan
         self.p = p
         self.leader = 128 + wg * 128
+        self.deferred = not plan.schedule.pingpong
         self.block = T.alloc_var("int32", init=-1)
 
     @T.inline
@@ -56,7 +57,7 @@ class Report:
         """The stores of a tile of `block` have been started by this thread, the leader."""
         T.call_extern("handle", "tlmm_commit_stores")
         self.block[0] = block
-        if self.plan.schedule.pingpong:
+        if not self.deferred:
             self.pay()
 
     @T.inline
@@ -72,20 +73,28 @@ class Report:
     @T.inline
     def pay_if_empty(self, ring, cursor):
         """Report now unless the next stage is full."""
-        if (T.get_thread_binding() == self.leader) & (self.block[0] >= 0):
-            if (
-                T.call_extern(
-                    "int32",
-                    "tlmm_is_full",
-                    T.address_of(ring.full[cursor.stage[0]]),
-                    cursor.parity[0],
-                )
-                == 0
-            ):
-                self.pay()
+        if self.deferred:
+            if (T.get_thread_binding() == self.leader) & (self.block[0] >= 0):
+                if (
+                    T.call_extern(
+                        "int32",
+                        "tlmm_is_full",
+                        T.address_of(ring.full[cursor.stage[0]]),
+                        cursor.parity[0],
+                    )
+                    == 0
+                ):
+                    self.pay()
 
     @T.inline
     def under_product(self, k, num_blocks):
         """Report under the second K block of a tile, or the only one."""
-        if k == min(1, num_blocks - 1):
+        if self.deferred:
+            if k == min(1, num_blocks - 1):
+                self.pay()
+
+    @T.inline
+    def settle(self):
+        """Report the block's last tile."""
+        if self.deferred:
             self.pay()

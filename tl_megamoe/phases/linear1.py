@@ -65,32 +65,21 @@ def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, ti
     s = plan.schedule
     passes = 256 // s.linear1_block_n
     if ahead.loads_rows:
-        if plan.fused:
-            if ahead.ready[0] == 0:
+        ahead.wait_for_rows(
+            "l1_arrival_count", plan.l1_arrival_target, barriers.TAG_TOKENS, block, tile
+        )
+        if plan.fused and plan.ring_wraps:
+            # The tile's epilogue overwrites intermediate rows; it runs behind these loads.
+            if block >= plan.ring_blocks:
                 barriers.wait_equal(
                     p,
-                    plan.counter("l1_arrival_count") + block,
-                    plan.l1_arrival_target,
-                    barriers.TAG_TOKENS,
+                    plan.counter("l2_done") + block - plan.ring_blocks,
+                    plan.l2_done_target,
+                    barriers.TAG_INTERMEDIATE_RING,
                     block,
                     ahead.expert[0],
                     tile,
                 )
-                # Pairs with the dispatch warps' fence: their plain stores of the row scales, our
-                # bulk loads.
-                barriers.fence_async()
-            if plan.ring_wraps:
-                # The tile's epilogue overwrites intermediate rows; it runs behind these loads.
-                if block >= plan.ring_blocks:
-                    barriers.wait_equal(
-                        p,
-                        plan.counter("l2_done") + block - plan.ring_blocks,
-                        plan.l2_done_target,
-                        barriers.TAG_INTERMEDIATE_RING,
-                        block,
-                        ahead.expert[0],
-                        tile,
-                    )
         T.sync_warp()
         trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
     for rows in plan.tile_rows(1):

@@ -83,19 +83,7 @@ def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, ti
     """Fill the ring with the K blocks of one tile. Role: load."""
     s = plan.schedule
     if ahead.loads_rows:
-        if plan.fused:
-            if ahead.ready[0] == 0:
-                barriers.wait_equal(
-                    p,
-                    plan.counter("l2_arrival") + block,
-                    plan.l2_arrival_target,
-                    barriers.TAG_LINEAR1,
-                    block,
-                    ahead.expert[0],
-                    tile,
-                )
-                # Bulk stores of other blocks, behind their reports; our bulk loads.
-                barriers.fence_async()
+        ahead.wait_for_rows("l2_arrival", plan.l2_arrival_target, barriers.TAG_LINEAR1, block, tile)
         T.sync_warp()
         trace.mark_tile(plan, p, trace.ARRIVAL, 2, block, tile)
     for rows in plan.tile_rows(2):
