@@ -13,6 +13,7 @@ kernel that no search launches (it spills, say) has its report alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import io
 import json
@@ -20,7 +21,6 @@ import logging
 import lzma
 import os
 import re
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -31,7 +31,7 @@ from typing import IO, Any, Literal
 
 from tl_megamoe.frozen import device_key
 from tl_megamoe.kernel import KernelSpec
-from tl_megamoe.native import cache_root
+from tl_megamoe.native import private_cache
 from tl_megamoe.problem import Problem
 
 from .args import check_file
@@ -45,6 +45,7 @@ from .farm import (
     kernel_digest,
     package_version,
 )
+from .files import reason_of, replaced_file
 from .kernel_store import (
     DEVICE_TEXT,
     KernelStore,
@@ -64,6 +65,8 @@ MANIFEST = "manifest.json"
 MEMBER = re.compile(r"kernels/[0-9a-f]{64}/[A-Za-z0-9_][\w.-]*|reports/[0-9a-f]{24}\.json")
 """The only names that are ever unpacked."""
 SUFFIX = ".tar.xz"
+MAX_MEMBER_BYTES = 64 << 20
+"""Of a member, unpacked: the largest kernels have 2 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +131,11 @@ def write_bundle(
 
     Raises:
         ValueError: a kernel is not in the cache, or its entry is damaged.
+        OSError: as `files.replaced_file`.
     """
     manifest, paths = _collect(specs, store or KernelStore(), problem)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            _write(file, manifest, paths, preset=6)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replaced_file(path) as file:
+        _write(file, manifest, paths, preset=6)
     return manifest
 
 
@@ -225,7 +222,7 @@ def use_cache(path: Path) -> Manifest:
             f"TILELANG_DISABLE_CACHE={os.environ['TILELANG_DISABLE_CACHE']}: tilelang would not "
             f"look at the kernels of {path}. Unset it"
         )
-    return unpack(path, cache_root())
+    return unpack(path, private_cache())
 
 
 def unpack(path: Path, root: Path) -> Manifest:
@@ -248,10 +245,22 @@ def unpack(path: Path, root: Path) -> Manifest:
 
 def add_kernels(data: bytes, root: Path | None = None) -> Manifest:
     """`unpack` for the bytes of `pack_kernels`; into the active cache when root is None."""
-    return _unpack(io.BytesIO(data), "packed kernels", root or cache_root())
+    return _unpack(io.BytesIO(data), "packed kernels", root or private_cache())
 
 
 def _unpack(file: IO[bytes], subject: str, root: Path) -> Manifest:
+    try:
+        return _merge(file, subject, root)
+    except OSError as error:
+        text = (
+            f"{root} does not take the kernels of {subject}: {reason_of(error, root)}. What was "
+            "there stays; free space, or set TILELANG_CACHE_DIR to another folder, and run the "
+            "same command again"
+        )
+        raise OSError(error.errno, text) from error
+
+
+def _merge(file: IO[bytes], subject: str, root: Path) -> Manifest:
     staging = root / namespace() / ".staging"  # tilelang clears what a crash leaves there
     staging.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=staging) as name:
@@ -265,13 +274,17 @@ def _unpack(file: IO[bytes], subject: str, root: Path) -> Manifest:
         for entry in entries:
             if not is_whole(entry):
                 raise ValueError(f"{subject}: kernel {entry.name} is damaged. Build it again")
+        texts = {
+            report: _source_hash(report, subject)
+            for report in sorted((folder / "reports").glob("*.json"))
+        }
         hashes = {entry: listed_files(entry)[DEVICE_TEXT][:16] for entry in entries}
         new = {hashes[entry] for entry in entries if _install(entry, root)}
         reports = root / REPORTS
         reports.mkdir(parents=True, exist_ok=True)
-        for report in sorted((folder / "reports").glob("*.json")):
+        for report, text in texts.items():
             # A report belongs to the kernel beside it: one that was there keeps its own.
-            if not (reports / report.name).exists() or _source_hash(report) in new:
+            if not (reports / report.name).exists() or text in new:
                 os.replace(report, reports / report.name)
     return manifest
 
@@ -284,6 +297,11 @@ def _extract(tar: tarfile.TarFile, folder: Path, subject: str) -> Manifest:
         source = tar.extractfile(member) if member.isreg() else None
         if source is None:
             raise ValueError(f"{subject}: member {member.name!r} is not a plain file")
+        if member.size > MAX_MEMBER_BYTES:
+            raise ValueError(
+                f"{subject}: member {member.name!r} has {member.size} bytes, and none has more "
+                f"than {MAX_MEMBER_BYTES}. Build it again"
+            )
         data = source.read()
         if manifest is None:
             if member.name != MANIFEST:
@@ -310,7 +328,7 @@ def _read_manifest(data: bytes, subject: str) -> Manifest:
     try:
         values = dict(json.loads(data))
         schema = values.get("schema")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{subject}: its {MANIFEST} cannot be read: {error}") from error
     again = "or build it again with what is installed here: tl-megamoe build"
     if schema != SCHEMA:
@@ -350,7 +368,9 @@ def _install(entry: Path, root: Path) -> bool:
         if is_whole(target):
             return False
         logger.warning("cache entry %s is damaged and is replaced", target)
-        shutil.rmtree(target)
+        # Renamed first: another process that replaces it too never finds a part of it.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, entry.with_name(f"{entry.name}.damaged"))
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.rename(entry, target)
@@ -361,8 +381,11 @@ def _install(entry: Path, root: Path) -> bool:
     return True
 
 
-def _source_hash(report: Path) -> str:
-    return str(json.loads(report.read_text(encoding="utf-8"))["report"]["source_hash"])
+def _source_hash(report: Path, subject: str) -> str:
+    try:
+        return str(json.loads(report.read_text(encoding="utf-8"))["report"]["source_hash"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{subject}: report {report.name} is damaged. Build it again") from error
 
 
 # ---- tl-megamoe build

@@ -157,7 +157,7 @@ def load_constants(device: str | None = None, root: Path | None = None) -> Const
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return BUILT_IN
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model constants {path}: not readable JSON: {error}") from error
 
     def wrong(name: str, found: Any, rule: str) -> ValueError:

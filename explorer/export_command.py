@@ -101,7 +101,11 @@ def run_export(args: argparse.Namespace) -> int:
         "schedules": [{"max_tokens": end, "schedule": s.name} for end, s in intervals],
     }
     quiet_tilelang()
-    manifest = export_kernels(out, specs, [quantize], notes, on_kernel=_say)
+    try:
+        manifest = export_kernels(out, specs, [quantize], notes, on_kernel=_say)
+    except RuntimeError as error:  # a compiler's, whose disk may be full
+        print(f"tl-megamoe: {out} is not written: {error}", file=sys.stderr)
+        return 1
     for end, schedule in intervals:
         print(f"up to {end:>6} tokens  {schedule.name}")
     size = manifest.num_bytes / 2**20

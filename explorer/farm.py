@@ -30,10 +30,11 @@ from typing import Any
 import tl_megamoe
 from tl_megamoe.kernel import KernelReport, KernelSpec
 from tl_megamoe.manifest import spec_values
-from tl_megamoe.native import cache_root
+from tl_megamoe.native import private_cache
 
 from .child import Child, ChildDied, ChildError, ChildTimeout
 from .duplicates import launch_key as launch_key
+from .files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,12 @@ def build_kernel(spec: KernelSpec) -> KernelReport:
 
 
 def quiet_tilelang() -> None:
-    """Keep tilelang's progress lines out of the progress bar."""
+    """Import tilelang, and keep its progress lines out of the progress bar.
+
+    Raises:
+        ValueError: as `native.private_cache`.
+    """
+    private_cache()
     import tilelang  # noqa: F401 - sets its log level when imported
 
     logging.getLogger("tilelang").setLevel(logging.WARNING)
@@ -193,11 +199,11 @@ class ReportCache:
     """KernelReports on disk, a JSON file for each kernel.
 
     Args:
-        root: a folder; None means `REPORTS` in `cache_root()`.
+        root: a folder; None means `REPORTS` in `private_cache()`, which may raise ValueError.
     """
 
     def __init__(self, root: Path | None = None):
-        self.root = root or cache_root() / REPORTS
+        self.root = root or private_cache() / REPORTS
 
     def path_of(self, spec: KernelSpec) -> Path:
         """The file of a kernel's report, whether it is there or not."""
@@ -213,14 +219,12 @@ class ReportCache:
             return KernelReport(**{**values, "warnings": tuple(values["warnings"])})
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("report %s: %s; the kernel is compiled again", path, error)
             return None
 
     def put(self, spec: KernelSpec, report: KernelReport) -> None:
         """Keep a report."""
-        from .table import write_atomically  # pandas, which compile processes do without
-
         data = {"spec": describe_spec(spec), "report": asdict(report)}
         write_atomically(self.path_of(spec), json.dumps(data, indent=1) + "\n")
 

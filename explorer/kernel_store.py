@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from tl_megamoe.native import cache_root
+from tl_megamoe.native import private_cache
 
 from .farm import REPORTS, ReportCache, package_version
 
@@ -44,11 +44,11 @@ class KernelStore:
     """The entries of tilelang's disk cache by the hash of their device text.
 
     Args:
-        root: folder of the cache; `native.cache_root()` when None.
+        root: folder of the cache; `native.private_cache()` when None.
     """
 
     def __init__(self, root: Path | None = None):
-        self.root = root or cache_root()
+        self.root = root or private_cache()
         self.reports = ReportCache(self.root / REPORTS)
         self.folder = self.root / namespace() / "kernels"
         self._seen: set[str] = set()
@@ -76,7 +76,7 @@ def listed_files(entry: Path) -> dict[str, str]:
     try:
         data = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
         return {str(name): str(facts["sha256"]) for name, facts in data["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

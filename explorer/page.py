@@ -6,8 +6,6 @@ The page is built from the tables alone, so it is the same whenever it is built 
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,11 +15,12 @@ from tl_megamoe.frozen import FrozenFile, read_frozen, schedules_root
 
 from . import figures
 from .document import Block, Figure, Heading, Table, Terms, Words, to_html, to_markdown
+from .files import write_atomically, write_bytes
 from .glossary import TERMS
 from .schema import STAGES, STATUSES, TableError
 from .section_blocks import drift_figure, number, section_blocks
 from .sections import Section, run_names, sections_of
-from .table import gpu_of, read_table, write_atomically
+from .table import gpu_of, read_table
 
 logger = logging.getLogger(__name__)
 
@@ -111,20 +110,6 @@ def write_page(folder: Path, schedules: Path | None = None, *, draw: bool = True
             out.append(path)
     write_atomically(out[1], to_markdown(title, blocks, FIGURES))
     return out
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: a reader sees the old bytes or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _frozen_files(root: Path, device: str) -> dict[str, FrozenFile]:

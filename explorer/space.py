@@ -13,6 +13,7 @@ which share one, each get their part of it.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
@@ -36,6 +37,8 @@ else:  # pragma: no cover - exercised on Python 3.10 only
     import tomli as tomllib
 
 NAMED_SPACES = ("screen", "full", "walk", "demo")
+MAX_POINTS = 2_000_000
+"""Of a space: minutes of checking rules, and a gigabyte of schedules."""
 _FIELDS = {f.name for f in fields(Schedule)}
 _DEFAULTS = Schedule().to_dict()
 _WORDS = {name: get_args(hint) for name, hint in get_type_hints(Schedule).items() if get_args(hint)}
@@ -106,7 +109,7 @@ def _load(name: str, source: str, folder: Path | None, chain: tuple[Path, ...]) 
     chain = (*chain, path.resolve())
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"space file {path}: {error}") from error
     unknown = sorted(set(data) - {"extends", "product", "base", "vary"})
     if unknown:
@@ -251,6 +254,12 @@ def _points(space: Space, problem: Problem) -> Iterator[Point]:
                 yield {**start, **update}
 
 
+def num_points(space: Space, problem: Problem) -> int:
+    """Points of a space before the rules, those that it names twice included."""
+    found = math.prod(map(len, choices(space.product, problem))) if space.product else 0
+    return found + len(space.bases) * (1 + sum(map(len, choices(space.vary, problem))))
+
+
 def default_of(
     problem: Problem, num_tokens: int, recipe: Recipe | None = None, gpu_ranks: int = 1
 ) -> Schedule:
@@ -283,7 +292,17 @@ def enumerate_candidates(
         recipe: checked with every schedule; decides the default schedule.
         frozen: the schedule that is frozen today, if any.
         gpu_ranks: virtual ranks that share the GPU; each gets `num_sms // gpu_ranks` of a point.
+
+    Raises:
+        ValueError: the space has more than `MAX_POINTS` points.
     """
+    points = num_points(space, problem)
+    if points > MAX_POINTS:
+        raise ValueError(
+            f"space {space.name} has {points} points for {problem.num_local_experts} local "
+            f"experts: at most {MAX_POINTS} are enumerated. Take values out of the ranges of its "
+            "[product], or move some to [vary], which changes one at a time"
+        )
     local = problem.num_local_experts
     default = default_of(problem, num_tokens, recipe, gpu_ranks)
     classic = replace(

@@ -6,6 +6,7 @@ that a search that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 from tl_megamoe.schedule import Schedule
 
 from .record import Seen
+
+logger = logging.getLogger(__name__)
 
 STRATEGIES = ("grid", "halving", "optuna")
 BATCH = 8
@@ -145,6 +148,7 @@ class OptunaSearch:
         self._asked: list[tuple[Any, Schedule]] = []
         self._dropped: set[Schedule] = set()
         storage.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(storage)
         backend = optuna.storages.journal.JournalFileBackend(str(storage))
         self._study = optuna.create_study(
             storage=optuna.storages.JournalStorage(backend),
@@ -214,6 +218,18 @@ class OptunaSearch:
             if asked == schedule:
                 self._study.tell(trial, state=self._failed)
         self._asked = [(t, s) for t, s in self._asked if s != schedule]
+
+
+def _drop_cut_line(journal: Path) -> None:
+    """Cut off the last line of a journal if a crash left a part of it: Optuna reads no further."""
+    if not journal.exists():
+        return
+    with journal.open("rb+") as file:
+        data = file.read()
+        end = data.rfind(b"\n") + 1
+        if end < len(data):
+            logger.warning("%s: its last line was cut short and is removed", journal)
+            file.truncate(end)
 
 
 def import_optuna() -> Any:

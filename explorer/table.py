@@ -19,7 +19,6 @@ import fcntl
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 
+from .files import reason_of, write_atomically
 from .schema import (
     COLUMNS,
     MIGRATIONS,
@@ -290,21 +290,6 @@ def _write_all(fd: int, data: bytes) -> None:
     os.fsync(fd)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        os.fchmod(fd, 0o644)
-        _write_all(fd, text.encode())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    finally:
-        os.close(fd)
-
-
 # ---- appending
 
 
@@ -337,7 +322,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{path}: {error.strerror or error}: {len(rows)} rows are not recorded, the rows "
+                f"{path}: {reason_of(error, path)}: {len(rows)} rows are not recorded, the rows "
                 "before them are kept. When the file can be written, the same command resumes",
             ) from error
 

@@ -21,6 +21,8 @@ from tl_megamoe.device.walk import first_blocks
 from tl_megamoe.problem import Problem
 from tl_megamoe.schedule import Schedule
 
+from .files import write_bytes
+
 PHASES = ("dispatch", "linear1", "linear2", "combine")
 EVENTS = {
     stamps.ROUTE: "route",
@@ -261,9 +263,10 @@ def _span(row: Any, name: str, begin: int, end: int, clocks: int) -> dict[str, A
 
 
 def write_chrome_trace(path: Path, value: dict[str, Any]) -> None:
-    """Write a Chrome trace; compressed if the name ends in .gz, which Perfetto reads too."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    else:
-        path.write_text(text, encoding="utf-8")
+    """Write a Chrome trace; compressed if the name ends in .gz, which Perfetto reads too.
+
+    Raises:
+        OSError: as `files.replaced_file`.
+    """
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    write_bytes(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)

@@ -85,13 +85,30 @@ def export_kernels(
         ValueError: `out` is something else than the above.
         RuntimeError: nvcc failed, or the C++ compiler, of which there may be none; the message
             holds its output.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written; names it. What was there stays.
     """
     out = check_out(out)
     todo: dict[str, KernelSpec | QuantizeSpec] = {}
     wanted: list[KernelSpec | QuantizeSpec] = [*specs, *quantize_specs]
     for spec in wanted:
         todo.setdefault(file_name(kind_of(spec), spec_values(spec)), spec)
+    try:
+        return _export(out, todo, notes or {}, on_kernel)
+    except OSError as error:
+        text = (
+            f"{out} is not written: {error.filename or 'its disk'}: {error.strerror or error}. "
+            "What was there stays; free space or name another folder, and export again"
+        )
+        raise OSError(error.errno, text) from error
+
+
+def _export(
+    out: Path,
+    todo: Mapping[str, KernelSpec | QuantizeSpec],
+    notes: Mapping[str, Any],
+    on_kernel: OnKernel | None,
+) -> Manifest:
+    """Compile kernels by file name, and put their folder in place."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
@@ -102,7 +119,7 @@ def export_kernels(
             written.append(_write_kernel(folder / name, spec))
         helper = folder / f"native-{native.source_digest()}.so"
         native.build_native(helper)
-        manifest = Manifest.of(written, ModuleFile.of(helper), notes or {})
+        manifest = Manifest.of(written, ModuleFile.of(helper), notes)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         folder.chmod(0o755)
         _install(folder, out)

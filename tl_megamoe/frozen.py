@@ -26,6 +26,12 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 MATH_MODES = ("cooperative", "pingpong")
 RANK_MODES = ("one", "virtual", "real")
+MAX_SIZE, MAX_TOKENS = 1 << 20, (1 << 31) - 1
+"""What a file may say of a layer's sizes and of token counts: more is damage."""
+MAX_FILE_BYTES = 16 << 20
+"""Of a file: a thousand times what those that ship have."""
+MAX_SHOWN = 600
+"""Characters of a wrong value that an error repeats."""
 NOT_DEVICES = ("model", "space")
 """Folders beside those of the devices: fitted constants of the cost model, search spaces."""
 _PROBLEM_FIELDS = ("hidden", "intermediate", "num_experts", "num_topk")
@@ -136,21 +142,40 @@ def read_frozen(path: Path) -> FrozenFile:
         stat = path.stat()
     except OSError as error:
         raise ValueError(f"frozen schedules {path}: {error}") from error
+    if stat.st_size > MAX_FILE_BYTES:
+        raise ValueError(
+            f"frozen schedules {path}: {stat.st_size} bytes, and no such file has more than "
+            f"{MAX_FILE_BYTES}. Restore the file, or remove it and write it anew with: tl-megamoe "
+            "freeze"
+        )
     return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _short(value: Any) -> str:
+    """A value of a file as text, which a damaged file can make as long as it likes."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 @lru_cache(maxsize=64)
 def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
     def wrong(field: str, found: Any, rule: str) -> ValueError:
         return ValueError(
-            f"frozen schedules {path}: {field}={found!r} {rule}. "
+            f"frozen schedules {path}: {field}={_short(found)} {rule}. "
             "Write the file anew with: tl-megamoe freeze"
         )
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"frozen schedules {path}: not readable JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"frozen schedules {path}: not readable JSON: {error}. Restore the file, or remove it "
+            "and write it anew with: tl-megamoe freeze"
+        ) from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else data
         raise wrong("schema", found, f"must be {SCHEMA}")
@@ -160,9 +185,16 @@ def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
     problem = data.get("problem")
     if not isinstance(problem, dict):
         raise wrong("problem", problem, "must be an object of sizes")
-    for name in _PROBLEM_FIELDS:
-        if type(problem.get(name)) is not int or problem[name] < 1:
-            raise wrong(f"problem.{name}", problem.get(name), "must be a positive integer")
+    for size in _PROBLEM_FIELDS:
+        if not _is_count(problem.get(size), MAX_SIZE):
+            rule = f"must be a positive integer up to {MAX_SIZE}"
+            raise wrong(f"problem.{size}", problem.get(size), rule)
+    sizes = {size: problem[size] for size in _PROBLEM_FIELDS}
+    name = problem.get("name", path.stem)
+    try:
+        Problem(name=name, num_ranks=1, **sizes)
+    except ValueError as error:
+        raise wrong("problem", problem, f"is not a layer: {str(error)[:MAX_SHOWN]}") from error
     entries = data.get("entries")
     if not isinstance(entries, list):
         raise wrong("entries", entries, "must be a list")
@@ -172,9 +204,10 @@ def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
         if not isinstance(entry, dict):
             raise wrong(at, entry, "must be an object")
         values = dict(entry)
-        for name in ("num_ranks", "max_tokens"):
-            if type(values.get(name)) is not int or values[name] < 1:
-                raise wrong(f"{at}.{name}", values.get(name), "must be a positive integer")
+        for field, limit in (("num_ranks", MAX_SIZE), ("max_tokens", MAX_TOKENS)):
+            if not _is_count(values.get(field), limit):
+                rule = f"must be a positive integer up to {limit}"
+                raise wrong(f"{at}.{field}", values.get(field), rule)
         if problem["num_experts"] % values["num_ranks"]:
             raise wrong(f"{at}.num_ranks", values["num_ranks"], "must divide problem.num_experts")
         if values.get("rank_mode") not in RANK_MODES:
@@ -185,11 +218,12 @@ def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
         try:
             schedule = Schedule.from_dict(fields)
         except ScheduleError as error:
-            raise wrong(f"{at}.schedule", fields, f"is not a schedule: {error}") from error
+            raise wrong(
+                f"{at}.schedule", fields, f"is not a schedule: {str(error)[:MAX_SHOWN]}"
+            ) from error
         ranks, mode, most = (values.pop(n) for n in ("num_ranks", "rank_mode", "max_tokens"))
         parsed.append(FrozenEntry(ranks, mode, most, schedule, values))
-    sizes = {name: problem[name] for name in _PROBLEM_FIELDS}
-    return FrozenFile(path, str(problem.get("name", path.stem)), sizes, device, tuple(parsed))
+    return FrozenFile(path, name, sizes, device, tuple(parsed))
 
 
 def _files(problem: Problem, device: str, root: Path) -> Iterator[FrozenFile]:

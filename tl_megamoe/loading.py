@@ -17,6 +17,7 @@ from .arguments import RecipeLike, check_bound, check_clamp, check_recipe
 from .buffer import SymmBuffer
 from .handshake import differing, gather, in_step, load_together, refuse_together
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
+from .native import private_cache
 from .schedule import Schedule, ScheduleError
 from .selection import schedule_intervals
 
@@ -171,6 +172,7 @@ def _get_kernel(sym_buffer: SymmBuffer, spec: KernelSpec) -> CompiledKernel:
     """From the buffer's exported kernels, else compiled or from tilelang's disk cache."""
     if sym_buffer.exported is not None:
         return sym_buffer.exported.fused(spec)
+    private_cache()
     return compile_kernel(spec)
 
 

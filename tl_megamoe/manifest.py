@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"kernels={str(folder)!r} is not a folder of exported kernels: {path.name} cannot be "
             f"read: {error}. Write one with: {COMMAND} --out {folder}"
@@ -213,6 +213,13 @@ def read_manifest(folder: Path) -> Manifest:
         wrong = [file for file in files if not FILE_NAME.fullmatch(file)]
         if not all(isinstance(v, dict) for v in (manifest.notes, *(k.spec for k in kernels))):
             raise TypeError("notes and specs must be objects")
+        texts = [manifest.native.sha256, *(t for k in kernels for t in (k.sha256, k.function))]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("functions and sha256 must be texts")
+        if not all(type(f.size) is int for f in (manifest.native, *kernels)):
+            raise TypeError("sizes must be integers")
+        if type(manifest.notes.get("num_shared", 0)) is not int:
+            raise TypeError("notes.num_shared must be an integer")
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a manifest of schema {SCHEMA}: {error}. {again}") from error
     if wrong:
@@ -236,6 +243,6 @@ def is_export(path: Path) -> bool:
     """Whether a file is the manifest of an export, of any schema."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(values, dict) and values.get("format") == FORMAT

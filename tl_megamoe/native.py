@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -159,6 +160,41 @@ def cache_root() -> Path:
     return Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
 
 
+def private_cache() -> Path:
+    """The cache folder, made for this user alone (0700) where there is none.
+
+    Kernels are native code that is loaded from it, so a folder in which somebody else can put files
+    is refused. Call it before tilelang is imported, which makes the folder for everyone to read.
+
+    Raises:
+        ValueError: the folder cannot be made, belongs to another user than this one or root, or
+            everybody may write to it.
+    """
+    root = cache_root()
+    subject = f"kernel cache {root} (TILELANG_CACHE_DIR, or ~/.tilelang/cache)"
+    instead = "set TILELANG_CACHE_DIR to a folder of your own"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = root.stat()
+    except OSError as error:
+        raise ValueError(
+            f"{subject} cannot be made: {error.filename}: {error.strerror}. Put that right, "
+            f"or {instead}."
+        ) from error
+    if found.st_uid not in (0, os.geteuid()):
+        raise ValueError(
+            f"{subject} belongs to user {found.st_uid}, and this process runs as user "
+            f"{os.geteuid()}: whoever owns the folder decides what code a kernel is. Change its "
+            f"owner, or {instead}."
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ValueError(
+            f"{subject} has mode {stat.S_IMODE(found.st_mode):04o}: everybody can put code there, "
+            f"which this process would load. chmod o-w it, or {instead}."
+        )
+    return root
+
+
 def source_digest() -> str:
     """Tells one text of the module, and the machines it runs on, from another."""
     return hashlib.sha256(
@@ -205,19 +241,24 @@ def cached_native() -> Path:
 
     Raises:
         RuntimeError: as `build_native`.
+        ValueError: as `private_cache`.
         OSError: the cache folder cannot be written.
     """
-    path = cache_root() / "tl_megamoe" / f"native-{source_digest()}.so"
+    path = private_cache() / "tl_megamoe" / f"native-{source_digest()}.so"
     checksum = path.with_suffix(".sha256")
     try:
         if checksum.read_text() == hashlib.sha256(path.read_bytes()).hexdigest():
             return path
     except (OSError, UnicodeDecodeError):
         pass  # not there yet, or half of it
-    build_native(path)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(path.read_bytes()).hexdigest())
-    os.replace(file.name, checksum)
+    try:
+        build_native(path)
+        with tempfile.TemporaryDirectory(prefix=".native-", dir=path.parent) as folder:
+            written = Path(folder) / checksum.name
+            written.write_text(hashlib.sha256(path.read_bytes()).hexdigest(), encoding="utf-8")
+            written.replace(checksum)
+    except OSError as error:
+        raise OSError(error.errno, f"{path} is not written: {error.strerror or error}") from error
     return path
 
 

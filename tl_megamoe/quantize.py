@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_input, check_tokens
+from .native import private_cache
 from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe
 from .scaling import E4M3, E4M3_NAN_CODE, quantize_rows
@@ -270,7 +271,9 @@ def compile_program(spec: QuantizeSpec) -> Any:
 
     Raises:
         RuntimeError: nvcc failed; the message holds its output.
+        ValueError: as `native.private_cache`.
     """
+    private_cache()
     import tilelang
 
     from .kernel import TARGET

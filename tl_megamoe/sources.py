@@ -67,9 +67,15 @@ class Files:
         if index.is_file():
             try:
                 places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{index} is no index of safetensors files: {error}") from error
-            self._where = {name: index.parent / str(file) for name, file in places.items()}
+            for name, file in places.items():
+                if not isinstance(file, str) or Path(file).is_absolute() or ".." in file.split("/"):
+                    raise ValueError(
+                        f"{index}: {name!r} lies in {file!r}, which must be the name of a file in "
+                        "the index's folder. Take the index that came with the checkpoint"
+                    )
+            self._where = {name: index.parent / file for name, file in places.items()}
         else:
             files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
             if not files:
