@@ -437,4 +437,6 @@ def _check_out(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
-        raise ValueError(f"--out {out}: its folder must be one that can be written") from error
+        raise ValueError(
+            f"--out {out}: its folder must be one that can be written: {error.strerror}"
+        ) from error

@@ -37,6 +37,11 @@ class Ended:
 
 def forked(work: Callable[[], object]) -> Ended:
     """Run a call in a forked process; its error comes back as `class: message`."""
+    return start_forked(work)()
+
+
+def start_forked(work: Callable[[], object]) -> Callable[[], Ended]:
+    """`forked` without the wait: what it returns waits, and says how the call ended."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -53,10 +58,14 @@ def forked(work: Callable[[], object]) -> Ended:
         finally:
             os._exit(code)
     os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read().decode()
-    _, status = os.waitpid(pid, 0)
-    return Ended(os.waitstatus_to_exitcode(status), said)
+
+    def end() -> Ended:
+        with os.fdopen(read, "rb") as pipe:
+            said = pipe.read().decode()
+        _, status = os.waitpid(pid, 0)
+        return Ended(os.waitstatus_to_exitcode(status), said)
+
+    return end
 
 
 def killed_at(place: int, folder: Path, work: Callable[[], object]) -> Ended:
