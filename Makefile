@@ -1,22 +1,30 @@
 # make demo   make a virtual environment, install, run a small search, print its ranked table
 # make test   the same with the development tools: lint, types, docs, tests
 # make docs   build the site into build/site, warnings being errors
+# make audit  ask pip-audit (PyPI's advisories) about what is installed; needs the network
+# make lock   renew requirements.lock: every dependency, for Python 3.10 and newer
 # make clean  remove what these made
 #
 # PYTHON: the interpreter to start from. TORCH: the torch requirement, for example
-# TORCH=torch==2.13.0; changing it reinstalls.
+# TORCH=torch==2.13.0; changing it reinstalls. LOCK: a file of exact versions to install, for
+# example LOCK=requirements.lock; none by default.
 
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= torch>=2.9
+TORCH ?= torch>=2.9,<3
+LOCK ?=
+LOCKED_TORCH ?= torch==2.13.0
 DEMO ?= --problem deepseek-v4-flash --tokens 512 --space demo --out build/demo
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# One stamp for each torch requirement: a file name may hold neither > nor =.
-TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+CONSTRAINT := $(if $(LOCK),--constraint '$(LOCK)')
+# One stamp for each torch requirement and lock: a file name may hold neither > nor =.
+TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH) $(LOCK)' | cksum | cut -d ' ' -f 1)
+# torch for CUDA pins an older runtime than the newest nvcc asks for where torch is for the CPU.
+CUDA_RUNTIME := nvidia-cuda-runtime>=13.0.96,<=13.5.37
 
-.PHONY: demo test lint types docs unit clean
+.PHONY: demo test lint types docs unit audit lock clean
 
 demo: $(VENV)/.installed
 	$(BIN)/tl-megamoe search $(DEMO)
@@ -40,6 +48,24 @@ docs: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q
 
+# In an environment of its own, which leaves the versions of the other as they are.
+audit: $(VENV)/.installed-dev
+	$(BIN)/python -m venv build/audit
+	build/audit/bin/python -m pip install --quiet 'pip-audit>=2.7,<3'
+	build/audit/bin/pip-audit --path \
+	    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
+# Versions that the file has stay where they can; delete it for the newest ones.
+lock: | $(BIN)/python
+	$(BIN)/python -m venv build/lock
+	build/lock/bin/python -m pip install --quiet 'uv>=0.9,<1'
+	printf '%s\n' '$(LOCKED_TORCH)' > build/lock/torch.txt
+	build/lock/bin/uv pip compile --quiet --universal --python-version 3.10 --no-annotate \
+	    --custom-compile-command 'make lock' --extra dev --extra gpu \
+	    --constraint build/lock/torch.txt --no-emit-package nvidia-cuda-runtime \
+	    --output-file requirements.lock pyproject.toml
+	printf '%s\n' '$(CUDA_RUNTIME)' >> requirements.lock
+
 clean:
 	rm -rf $(VENV) build tl_megamoe.egg-info
 
@@ -49,13 +75,13 @@ $(BIN)/python:
 # torch first: with a pinned requirement the later installs find it in place and keep it.
 $(TORCH_STAMP): | $(BIN)/python
 	rm -f $(VENV)/.torch-*
-	$(PIP) install '$(TORCH)'
+	$(PIP) install $(CONSTRAINT) '$(TORCH)'
 	touch $@
 
-$(VENV)/.installed: $(TORCH_STAMP) pyproject.toml
-	$(PIP) install --editable .
+$(VENV)/.installed: $(TORCH_STAMP) pyproject.toml $(LOCK)
+	$(PIP) install $(CONSTRAINT) --editable .
 	touch $@
 
-$(VENV)/.installed-dev: $(TORCH_STAMP) pyproject.toml
-	$(PIP) install --editable '.[dev]'
+$(VENV)/.installed-dev: $(TORCH_STAMP) pyproject.toml $(LOCK)
+	$(PIP) install $(CONSTRAINT) --editable '.[dev]'
 	touch $@ $(VENV)/.installed
