@@ -66,7 +66,7 @@ MEMBER = re.compile(r"kernels/[0-9a-f]{64}/[A-Za-z0-9_][\w.-]*|reports/[0-9a-f]{
 """The only names that are ever unpacked."""
 SUFFIX = ".tar.xz"
 MAX_MEMBER_BYTES = 64 << 20
-"""Of a member, unpacked: the largest kernels have 2 MB."""
+"""Of a member, unpacked: the largest kernels have 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def page(folder: Path) -> None:
 def look_at_page(folder: Path) -> None:
     html, markdown = ((folder / "results" / DEVICE / name).read_text() for name in PAGE)
     assert html == "old" or html.endswith("</html>\n")
-    assert markdown == "old" or markdown.startswith("# tl\\_megamoe") or markdown.startswith("# ")
+    assert markdown == "old" or markdown.startswith("# tl_megamoe results: ")
 
 
 # ---- kernels
@@ -169,13 +169,13 @@ WRITERS = {
     "freeze": Writer(make_tables, freeze, look_at_frozen, 6),
     "report": Writer(make_page, page, look_at_page, 6),
     "build": Writer(make_cache, pack, look_at_archive, 3),
-    "search --cache": Writer(make_archive, merge, look_at_cache, 15),
+    "search --cache": Writer(make_archive, merge, look_at_cache, 12),
     "compile report": Writer(lambda folder: None, put_report, look_at_report, 3),
     "export": Writer(
         lambda folder: export(folder, EXPORTED[:1]),
         lambda folder: export(folder, EXPORTED),
         look_at_export,
-        12,
+        10,
     ),
     "native module": Writer(
         lambda folder: (folder / "cache").mkdir(),
@@ -223,8 +223,8 @@ def test_kill_9_at_any_place(writer: Writer, tmp_path: Path) -> None:
         if ended.code != -9:
             break
         killed += 1
-        place += 1 + place // 8  # the first ones all, then fewer and fewer
-        if killed % 3 == 0:  # the same command goes on from there
+        place += 1 + place // 5  # the first ones all, then fewer and fewer
+        if killed % 5 == 0:  # the same command goes on from there
             again = forked(lambda: writer.work(case))
             assert again.code == 0, again.error
             writer.look(case)

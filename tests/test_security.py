@@ -320,7 +320,7 @@ def test_no_block_lets_markup_through(text: str) -> None:
 
 
 def test_a_page_of_hostile_rows(tmp_path: Path) -> None:
-    rows = [row for row in synthetic_rows() if row["num_tokens"] <= 64]
+    rows = [row for row in synthetic_rows() if row["num_tokens"] == 16]
     texts = ("candidate", "reason", "routing", "run", "card", "kernel", "commit", "driver")
     for index, row in enumerate(rows):
         for offset, name in enumerate((*texts, "tilelang", "torch", "notes", "baseline")):

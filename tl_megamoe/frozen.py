@@ -185,11 +185,11 @@ def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
     problem = data.get("problem")
     if not isinstance(problem, dict):
         raise wrong("problem", problem, "must be an object of sizes")
-    for size in _PROBLEM_FIELDS:
-        if not _is_count(problem.get(size), MAX_SIZE):
+    for key in _PROBLEM_FIELDS:
+        if not _is_count(problem.get(key), MAX_SIZE):
             rule = f"must be a positive integer up to {MAX_SIZE}"
-            raise wrong(f"problem.{size}", problem.get(size), rule)
-    sizes = {size: problem[size] for size in _PROBLEM_FIELDS}
+            raise wrong(f"problem.{key}", problem.get(key), rule)
+    sizes = {key: problem[key] for key in _PROBLEM_FIELDS}
     name = problem.get("name", path.stem)
     try:
         Problem(name=name, num_ranks=1, **sizes)

@@ -216,7 +216,7 @@ def read_manifest(folder: Path) -> Manifest:
         texts = [manifest.native.sha256, *(t for k in kernels for t in (k.sha256, k.function))]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("functions and sha256 must be texts")
-        if not all(type(f.size) is int for f in (manifest.native, *kernels)):
+        if not all(type(n) is int for n in (manifest.native.size, *(k.size for k in kernels))):
             raise TypeError("sizes must be integers")
         if type(manifest.notes.get("num_shared", 0)) is not int:
             raise TypeError("notes.num_shared must be an integer")
