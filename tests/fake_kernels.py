@@ -70,8 +70,8 @@ class FakeKernel:
             self.linear1(buffer, activation_clamp, l1_accumulators)
         if fused or phase == "linear2":
             self.linear2(buffer)
-        if recv_stats is not None:
-            recv_stats += buffer.expert_recv_count_sum
+        stats = buffer.recv_stats if recv_stats is None else recv_stats
+        stats += buffer.expert_recv_count_sum
         if buffer.rank == self.layer.problem.num_ranks - 1:
             for rank, out in self.outputs.items():
                 other = self.layer.ranks.buffers[rank]

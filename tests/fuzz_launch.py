@@ -1,0 +1,172 @@
+"""What the fuzzer holds a launch to: two launches of the fused kernel on poisoned pools.
+
+Comparisons gather on the GPU, and the host waits for them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from fuzz_cases import Case
+from fuzz_truth import Routes, is_close, joined, judge, make_inputs, make_truth
+from torch import Tensor
+
+from tl_megamoe.buffer import SymmBuffer
+from tl_megamoe.device.walk import first_blocks
+from tl_megamoe.explorer.layer import Layer
+from tl_megamoe.layout import LINE
+from tl_megamoe.schedule import COUNTER_BITS
+from tl_megamoe.synthetic import Inputs
+
+WRAPS = "rings wrap"
+
+
+@dataclass
+class Flags:
+    """Comparisons and what they are of, in the order in which they count."""
+
+    wrong: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    def differ(self, what: str, actual: Tensor, expected: Tensor) -> None:
+        """Note whether two tensors of equal shapes are not equal to the bit."""
+        self.wrong.append((what, (bits(actual) != bits(expected)).any()))
+
+    def first(self) -> str:
+        """The first that is wrong; waits for the GPU."""
+        if not self.wrong:
+            return ""
+        found = torch.stack([flag for _, flag in self.wrong]).tolist()
+        return next((what for (what, _), flag in zip(self.wrong, found, strict=True) if flag), "")
+
+
+def bits(t: Tensor) -> Tensor:
+    """The bits of a tensor, so that NaNs and the signs of zeros compare."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.contiguous().view(kinds[t.element_size()])
+
+
+def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[str, list[str]]:
+    """Two launches: right, equal to the bit, counters at zero, every row where it belongs.
+
+    Args:
+        case: one whose kernel and layer are there.
+        layer: of its sizes.
+        sf: scales of the layer's weights before any case multiplied them.
+
+    Returns:
+        Why the case fails, empty where it does not, and what is to be counted of it.
+    """
+    scale_weights(layer, sf, case.w_scale)
+    layer.set(make_inputs(case, layer.ranks.device))  # poisons everything but the tokens
+    stats = {rank: b.recv_stats.clone() for rank, b in layer.ranks.buffers.items()}
+    results = [layer.outputs() for _ in range(2)]
+    for y in results:
+        layer.start(case.schedule, y, clamp=case.clamp, fast_math=case.fast_math)
+    layer.ranks.barrier()
+    every = joined(list(layer.inputs))
+    routes, flags, notes = Routes.of(every.topk_idx, case.num_experts), Flags(), []
+    for rank, buffer in layer.ranks.buffers.items():
+        first, again = (y[rank] for y in results)
+        flags.differ(f"rank {rank}: the second launch gives other bits", again, first)
+        compare_counters(flags, rank, buffer)
+        wraps = compare_pool(flags, case, rank, buffer, routes, every)
+        compare_counts(flags, case, rank, buffer, routes, stats[rank])
+        notes += [WRAPS] if wraps and not notes else []
+    y = torch.cat([results[0][rank] for rank in sorted(results[0])])
+    truth = make_truth(every, routes, layer.plain, case.numeric, case.clamp)
+    routed = len(routes.token.unique())
+    far = "far"
+    if len(y):
+        flags.wrong.append((far, ~is_close(y, truth, case.intermediate, routed)))
+    reason = flags.first()
+    return judge(case, y, truth) if reason == far else reason, notes
+
+
+def compare_counters(flags: Flags, rank: int, buffer: SymmBuffer) -> None:
+    """What a launch clears is cleared."""
+    at, problem = buffer.layout.workspace_offsets, buffer.problem
+    lengths = {"next_task": LINE, "expert_send_count": problem.num_experts}
+    blocks = buffer.layout.max_pool_blocks
+    for name in ("next_task", "expert_send_count", "l1_arrival_count", "l2_arrival", "l2_done"):
+        part = buffer.workspace[at[name] : at[name] + lengths.get(name, blocks)]
+        flags.wrong.append((f"rank {rank}: {name} is not cleared", part.ne(0).any()))
+
+
+def compare_counts(
+    flags: Flags, case: Case, rank: int, buffer: SymmBuffer, routes: Routes, before: Tensor
+) -> None:
+    """Rows that each expert received in a launch, and those of both launches added up."""
+    local = case.problem.num_local_experts
+    want = torch.tensor(routes.counts[rank * local : (rank + 1) * local], dtype=torch.int32)
+    want = want.to(buffer.device)
+    flags.differ(f"rank {rank}: expert_recv_count_sum is wrong", buffer.expert_recv_count_sum, want)
+    flags.differ(f"rank {rank}: recv_stats is wrong", buffer.recv_stats - before, 2 * want)
+
+
+def compare_pool(
+    flags: Flags, case: Case, rank: int, buffer: SymmBuffer, routes: Routes, every: Inputs
+) -> bool:
+    """The rows that a rank received, as far as later ones have not taken their memory.
+
+    The kernel orders the rows of an expert as it likes: they are sorted by what stands in their
+    metadata, right or wrong.
+
+    Returns:
+        Whether rows took the memory of others.
+    """
+    local, block_m = case.problem.num_local_experts, case.schedule.block_m
+    experts = range(rank * local, (rank + 1) * local)
+    counts = routes.counts[experts.start : experts.stop]
+    first = first_blocks(counts, block_m)
+    blocks, ring = first[-1], buffer.layout.ring_rows // block_m
+    if not blocks:
+        return False
+    part, device = routes.part(experts), buffer.device
+    token, slot = routes.token[part].to(device), routes.slot[part].to(device)
+    expert, place = (t.to(device) for t in places(counts, first, block_m))
+    start = torch.tensor([0, *case.tokens[:-1]]).cumsum(0).to(device)
+    source = (torch.bucketize(token, start, right=True) - 1).clamp(min=0)
+    want = (source << COUNTER_BITS) + slot * buffer.capacity + token - start[source]
+    metadata = buffer.token_src_metadata[place].long()
+    within = metadata & ((1 << COUNTER_BITS) - 1)
+    by_token = (metadata >> COUNTER_BITS) * buffer.capacity + within % buffer.capacity
+    order = by_token * case.num_topk + within // buffer.capacity
+    order = order.argsort()
+    order = order[expert[order].argsort(stable=True)]
+    place, metadata = place[order], metadata[order]
+    flags.differ(f"rank {rank}: token_src_metadata is wrong", metadata, want)
+    flags.differ(
+        f"rank {rank}: l1_topk_weights is wrong",
+        buffer.l1_topk_weights[place],
+        every.topk_weights[token, slot],
+    )
+    kept = (place // block_m + ring >= blocks)[:, None]  # the last block at a place stays
+    row = place // block_m % ring * block_m + place % block_m
+    for name, got, wanted in (
+        ("l1_acts", bits(buffer.l1_acts)[row], bits(every.x)[token]),
+        ("l1_acts_sf", bits(buffer.l1_acts_sf[:, row].T), bits(every.x_sf)[token]),
+    ):
+        flags.wrong.append((f"rank {rank}: {name} is wrong", ((got != wanted) & kept).any()))
+    return blocks > ring
+
+
+def places(counts: Sequence[int], first: Sequence[int], block_m: int) -> tuple[Tensor, Tensor]:
+    """Expert and pool row of every row of a rank, those of an expert one behind the other."""
+    rows = torch.tensor(counts)
+    expert = torch.arange(len(counts)).repeat_interleave(rows)
+    start = rows.cumsum(0) - rows
+    within = torch.arange(len(expert)) - start[expert]
+    return expert, torch.tensor(first)[expert] * block_m + within
+
+
+def scale_weights(layer: Layer, sf: tuple[Tensor, Tensor], factor: float) -> None:
+    """Multiply the scales of a layer's weights, those of its kernels as those of its reference."""
+    local = layer.problem.num_local_experts
+    layer.plain.l1_sf.copy_(sf[0] * factor)
+    layer.plain.l2_sf.copy_(sf[1] * factor)
+    for rank, weights in layer.weights.items():
+        part = slice(rank * local, (rank + 1) * local)
+        weights.l1[1].copy_(sf[0][part] * factor)
+        weights.l2[1].copy_(sf[1][part] * factor)

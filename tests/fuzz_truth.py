@@ -1,0 +1,325 @@
+"""What a fuzzed launch gets, and what it must give: inputs, the layer in float32, bounds.
+
+The layer is computed for the tokens of all ranks at once, experts with about as many rows together,
+and nothing waits for the GPU but one copy of the routes: thousands of small layers a minute. Its
+scales are applied before the products, `reference.moe` applies them after: a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from fuzz_cases import Case
+from torch import Tensor
+
+from tl_megamoe import reference
+from tl_megamoe.recipe import Recipe
+from tl_megamoe.scaling import E4M3_MAX, MIN_AMAX, dequantize, e4m3_scale, group_amax, to_e4m3
+from tl_megamoe.synthetic import Inputs, random_inputs
+from tl_megamoe.weights import PlainWeights
+
+GROUP_BYTES = 2**28
+"""Of the float32 weights, and of the rows, that are multiplied at once."""
+GATE_ERROR = 2e-3
+"""Of gate and up, as a part of their root mean square: seven times `reference.tolerances`' d."""
+SILU_LEAST = -1.2785
+"""Where `x * sigmoid(x)` is least: beside a small clamp, far larger than what the clamp leaves."""
+SLACK = 1.3
+"""Times the bounds of `reference.tolerances`, where they are exceeded."""
+SMALLEST_STEP = 2.0**-9
+"""Between the smallest e4m3 values."""
+NO_EXPERT = (-1, -(2**31), 2**31, 2**40, -(2**63))
+"""Experts of dropped routes, and the number of experts: a cut to 32 bits would make some of them
+experts."""
+
+
+# ---- inputs
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> list[Inputs]:
+    """The tokens of every rank."""
+    whole = replace(case.problem, num_ranks=1)
+    every = random_inputs(whole, sum(case.tokens), case.routing, case.mask, case.seed, device)
+    generator = torch.Generator(every.x.device).manual_seed(case.seed)
+    weights = route_weights(case, every.topk_weights, generator)
+    outside = torch.tensor((*NO_EXPERT, case.num_experts), device=every.x.device)
+    which = torch.randint(
+        len(outside), every.topk_idx.shape, generator=generator, device=every.x.device
+    )
+    idx = torch.where(every.topk_idx < 0, outside[which], every.topk_idx)
+    tensors = (every.x, every.x_sf * case.x_scale, idx, weights)
+    parts = zip(*(t.split(case.tokens) for t in tensors), strict=True)
+    return [Inputs(*(t.contiguous() for t in part)) for part in parts]
+
+
+def route_weights(case: Case, softmax: Tensor, generator: torch.Generator) -> Tensor:
+    """Routing weights of the case's law, from those of a softmax."""
+    draw = torch.rand(softmax.shape, generator=generator, device=softmax.device)
+    return {
+        "softmax": softmax,
+        "zero": softmax * 0.0,
+        "some-zero": softmax * (draw < 0.5),
+        "negative": -softmax,
+        "signed": torch.where(draw < 0.5, softmax, -softmax),
+        "wide": torch.pow(10.0, 9 * draw - 6),
+    }[case.weights]
+
+
+def joined(inputs: list[Inputs]) -> Inputs:
+    """The tokens of all ranks, one after the other."""
+
+    def cat(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors])
+
+    x = cat([i.x for i in inputs]).view(inputs[0].x.dtype)
+    rest = ([getattr(i, n) for i in inputs] for n in ("x_sf", "topk_idx", "topk_weights"))
+    return Inputs(x, *map(cat, rest))
+
+
+# ---- routes
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The routes of all tokens that an expert gets, by expert, then token, then slot; on the CPU.
+
+    Attributes:
+        token: (routes,) int64, counted over all ranks.
+        slot: (routes,) int64.
+        counts: routes of every expert.
+    """
+
+    token: Tensor
+    slot: Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, topk_idx: Tensor, num_experts: int) -> Routes:
+        """Those of (tokens, topk) routes; the one place that waits for the GPU."""
+        idx = topk_idx.cpu().flatten()
+        valid = ((idx >= 0) & (idx < num_experts)).nonzero().flatten()
+        expert = idx[valid]
+        order = valid[expert.argsort(stable=True)]
+        topk = topk_idx.shape[1]
+        counts = torch.bincount(expert, minlength=num_experts).tolist()
+        return cls(order // topk, order % topk, counts)
+
+    def part(self, experts: range) -> slice:
+        """Where the routes of some neighbouring experts stand."""
+        start = sum(self.counts[: experts.start])
+        return slice(start, start + sum(self.counts[experts.start : experts.stop]))
+
+
+# ---- the layer
+
+
+def products(a: Tensor, w: Tensor, w_sf: Tensor, counts: list[int]) -> Tensor:
+    """`a @ w.T` of every row with the weights of its expert, in float32.
+
+    Args:
+        a: (rows, K) float32, by expert.
+        w: (experts, N, K) e4m3.
+        w_sf: (experts, N/128, K/128) float32.
+        counts: rows of every expert.
+
+    Returns:
+        (rows, N) float32.
+    """
+    rows, columns = len(a), w.shape[1]
+    out = a.new_empty((rows + 1, columns))  # the last row is what fills groups up, and is dropped
+    a = torch.cat([a, a.new_zeros((1, a.shape[1]))])
+    with reference.exact_float32():
+        for experts, index in groups(counts, columns, a.shape[1]):
+            where = torch.tensor(experts, device=a.device)
+            codes = w.view(torch.uint8)[where].view(w.dtype).float()
+            tiles = codes.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
+            tiles *= w_sf[where][:, :, None, :, None]
+            rows_of = index.to(a.device)
+            out[rows_of] = torch.bmm(a[rows_of], codes.transpose(1, 2))
+    return out[:-1]
+
+
+def groups(counts: list[int], columns: int, k: int) -> Iterator[tuple[list[int], Tensor]]:
+    """Experts that have rows, in groups: (experts, (experts, most rows) int64 rows on the CPU).
+
+    Where an expert has fewer rows than the first of its group, at least half as many, the number
+    past all rows stands.
+    """
+    starts, total = [], 0
+    for count in counts:
+        starts.append(total)
+        total += count
+    left = sorted((e for e, n in enumerate(counts) if n), key=lambda e: -counts[e])
+    while left:
+        most = counts[left[0]]
+        size = 4 * max(columns * k, most * max(columns, k))
+        fitting = [e for e in left[: max(1, GROUP_BYTES // size)] if 2 * counts[e] >= most]
+        left = left[len(fitting) :]
+        first = torch.tensor([[starts[e], counts[e]] for e in fitting])
+        step = torch.arange(most)
+        yield fitting, torch.where(step < first[:, 1:], first[:, :1] + step, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A layer in float32, and what the bounds of its result depend on.
+
+    Attributes:
+        y: (tokens, hidden) bf16.
+        rows: (routes, hidden) bf16, from linear2.
+        gate_up: (routes, 2*intermediate) float32, from linear1.
+        token: (routes,) int64.
+        weight: (routes,) float32.
+    """
+
+    y: Tensor
+    rows: Tensor
+    gate_up: Tensor
+    token: Tensor
+    weight: Tensor
+
+
+def make_truth(
+    inputs: Inputs,
+    routes: Routes,
+    plain: PlainWeights,
+    recipe: Recipe,
+    clamp: float | None = None,
+) -> Truth:
+    """The layer.
+
+    Args:
+        inputs: tokens of all ranks.
+        routes: theirs.
+        plain: weights of all experts.
+        recipe, clamp: as for `reference.moe`.
+    """
+    device = inputs.x.device
+    token, slot = routes.token.to(device), routes.slot.to(device)
+    x = dequantize(inputs.x.view(torch.uint8)[token].view(inputs.x.dtype), inputs.x_sf[token])
+    weight = inputs.topk_weights[token, slot]
+    gate_up = products(x, plain.l1, plain.l1_sf, routes.counts)
+    h = reference.swiglu(*gate_up.chunk(2, dim=1), clamp)
+    if not recipe.folds_topk_weight:
+        h = h * weight[:, None]
+    group = recipe.intermediate_group
+    scale = e4m3_scale(group_amax(h, group), recipe)
+    codes = to_e4m3((h.unflatten(1, (-1, group)) * (1.0 / scale).unsqueeze(2)).flatten(1))
+    h = dequantize(codes, scale * weight[:, None] if recipe.folds_topk_weight else scale)
+    rows = products(h, plain.l2, plain.l2_sf, routes.counts).bfloat16()
+    y = combine(rows, routes, *inputs.topk_idx.shape)
+    return Truth(y, rows, gate_up, token, weight)
+
+
+def combine(rows: Tensor, routes: Routes, tokens: int, topk: int) -> Tensor:
+    """Sums over slots, one after the other in float32; bf16."""
+    where = torch.full((tokens, topk), len(rows))
+    where[routes.token, routes.slot] = torch.arange(len(rows))
+    where = where.to(rows.device)
+    rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
+    y = torch.zeros((tokens, rows.shape[1]), device=rows.device)
+    for slot in range(topk):
+        y += rows[where[:, slot]].float()
+    return y.bfloat16()
+
+
+# ---- bounds
+
+
+def is_close(y: Tensor, truth: Truth, intermediate: int, num_tokens: int) -> Tensor:
+    """Whether `y` is within `reference.tolerances`, as a tensor: nothing waits for the GPU.
+
+    Args:
+        y: (tokens, hidden) bf16.
+        truth: of the same tokens.
+        intermediate: columns.
+        num_tokens: those that have routes.
+    """
+    share, worst = reference.tolerances(num_tokens, intermediate)
+    want = truth.y.double()
+    error, size = (y.double() - want).norm(dim=1), want.norm(dim=1)
+    return (error <= worst * size).all() & (error.norm() <= share * size.norm())
+
+
+def judge(case: Case, y: Tensor, truth: Truth) -> str:
+    """Why `y` is not what the reference gives, where `is_close` alone refuses it.
+
+    Its bounds are shares of `y`, too strict here for four reasons. Rows with weights of both signs
+    cancel: the bound is a share of the rows' own sizes. Below MIN_AMAX a scale stays, so that a
+    code which flips is worth a step of it, however small the row: such steps in all columns come on
+    top. Where gates are large beside a clamp, a small error of one moves a value from nothing to
+    all: so does `sway`. Few groups have a power of two each, and one that is the next one moves a
+    row by another rounding of it.
+
+    Args:
+        case: whose result it is.
+        y: (tokens, hidden) bf16.
+        truth: of all its tokens.
+    """
+    if not y.isfinite().all():
+        return f"{int((~y.isfinite()).sum())} values of y are NaN or infinite"
+    tokens, recipe = len(y), case.numeric
+    rows, weight = truth.rows.double(), truth.weight.double().abs()
+    pow2 = recipe.scale == "pow2"
+    step = MIN_AMAX / E4M3_MAX * SMALLEST_STEP * (2 if pow2 else 1)
+    steps = step * (torch.ones_like(weight) if pow2 else weight)
+
+    def by_token(squares: Tensor) -> Tensor:
+        zeros = torch.zeros(tokens, dtype=torch.float64, device=y.device)
+        return zeros.index_add_(0, truth.token, squares).sqrt()
+
+    error = (y.double() - truth.y.double()).norm(dim=1)
+    size = by_token(rows.square().sum(1))
+    # A row is its intermediate times a standard normal and scales below 1.5 / sqrt(columns).
+    spread = 1.5 * case.w_scale * case.hidden**0.5
+    extra = spread * by_token(
+        (sway(case, truth.gate_up) * weight).square() / case.intermediate + (2 * steps).square()
+    )
+    # Tokens that the sum over all hangs on; one, where one weight is far larger than the others.
+    squares = size.square()
+    filled = max(1, int(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
+    # Gates of large scales are all or nothing: half the values count. The bounds are three standard
+    # deviations, which one case in many hundreds exceeds: here five.
+    share, worst = reference.tolerances(filled, max(case.intermediate // 2, 64))
+    share, worst = min(SLACK * share, 3.5e-2), SLACK * worst  # below what another recipe gives
+    num_groups = filled * case.num_topk * case.intermediate / recipe.intermediate_group
+    if pow2 and num_groups < 2500:
+        share, worst = max(share, 4.5e-2), max(worst, 8e-2)
+    if (excess := error - worst * size - extra).max() > 0:
+        t = int(excess.argmax())
+        rank = [t < end for end in ends(case.tokens)].index(True)
+        bound = worst * float(size[t]) + float(extra[t])
+        return (
+            f"rank {rank}, token {t - sum(case.tokens[:rank])} of {case.tokens[rank]} is off by "
+            f"{float(error[t]):.2e}, over {bound:.2e}"
+        )
+    total, bound = float(error.norm()), share * float(size.norm()) + float(extra.norm())
+    return "" if total <= bound else f"y is off by {total:.2e}, over {bound:.2e}"
+
+
+def ends(counts: tuple[int, ...]) -> list[int]:
+    """Where the tokens of every rank end among those of all."""
+    return [sum(counts[: rank + 1]) for rank in range(len(counts))]
+
+
+def sway(case: Case, gate_up: Tensor) -> Tensor:
+    """(rows,) float64: how far the errors of WGMMA may move the intermediate of each row.
+
+    The norm over the columns of what SwiGLU changes by when gate and up are off by GATE_ERROR.
+    """
+    out = []
+    for acc in gate_up.split(max(1, GROUP_BYTES // (64 * gate_up.shape[1]))):
+        wide = acc.double()
+        off = GATE_ERROR * wide.square().mean(1, keepdim=True).sqrt()
+        gate, up = wide.chunk(2, dim=1)
+        h = reference.swiglu(gate, up, case.clamp)
+        least = torch.full_like(gate, SILU_LEAST).clamp(gate - off, gate + off)
+        gates, ups = (gate - off, gate + off, least), (up - off, up + off)
+        moved = torch.zeros_like(h)
+        for g in gates:
+            for u in ups:
+                moved = torch.maximum(moved, (reference.swiglu(g, u, case.clamp) - h).abs())
+        out.append(moved.norm(dim=1))
+    return torch.cat(out)
