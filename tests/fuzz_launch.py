@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from fuzz_cases import Case
+from fuzz_stages import intermediate_of, wrong_intermediate, wrong_sums
 from fuzz_truth import Routes, is_close, joined, judge, make_inputs, make_truth
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from tl_megamoe.schedule import COUNTER_BITS
 from tl_megamoe.synthetic import Inputs
 
 WRAPS = "rings wrap"
+FAR = "y is far from the reference"
 
 
 @dataclass
@@ -39,6 +41,21 @@ class Flags:
             return ""
         found = torch.stack([flag for _, flag in self.wrong]).tolist()
         return next((what for (what, _), flag in zip(self.wrong, found, strict=True) if flag), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The rows that a rank received, by expert, then source rank, token, slot.
+
+    Attributes:
+        wraps: whether rows took the memory of others.
+        kept: (rows,) bool, those that are left.
+        intermediate: codes and scales that linear1 left at their places.
+    """
+
+    wraps: bool
+    kept: Tensor
+    intermediate: tuple[Tensor, Tensor]
 
 
 def bits(t: Tensor) -> Tensor:
@@ -66,22 +83,31 @@ def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[st
         layer.start(case.schedule, y, clamp=case.clamp, fast_math=case.fast_math)
     layer.ranks.barrier()
     every = joined(list(layer.inputs))
-    routes, flags, notes = Routes.of(every.topk_idx, case.num_experts), Flags(), []
+    routes, flags = Routes.of(every.topk_idx, case.num_experts), Flags()
+    pools: list[Pool] = []
     for rank, buffer in layer.ranks.buffers.items():
         first, again = (y[rank] for y in results)
         flags.differ(f"rank {rank}: the second launch gives other bits", again, first)
         compare_counters(flags, rank, buffer)
-        wraps = compare_pool(flags, case, rank, buffer, routes, every)
         compare_counts(flags, case, rank, buffer, routes, stats[rank])
-        notes += [WRAPS] if wraps and not notes else []
+        pools.append(compare_pool(flags, case, rank, buffer, routes, every))
     y = torch.cat([results[0][rank] for rank in sorted(results[0])])
     truth = make_truth(every, routes, layer.plain, case.numeric, case.clamp)
-    routed = len(routes.token.unique())
-    far = "far"
-    if len(y):
-        flags.wrong.append((far, ~is_close(y, truth, case.intermediate, routed)))
+    kept = torch.cat([pool.kept for pool in pools])
+    codes, sf = (torch.cat(parts) for parts in zip(*(p.intermediate for p in pools), strict=True))
+    for what, rows in zip(
+        ("scale", "value"), wrong_intermediate(case, truth, codes, sf), strict=True
+    ):
+        flags.wrong.append((f"a {what} of linear1 is wrong", (rows & kept).any()))
+    wraps = any(pool.wraps for pool in pools)
+    if wraps:
+        far = ~is_close(y, truth, case.intermediate, len(routes.token.unique()))
+        flags.wrong.append((FAR, far))
+    else:
+        off = wrong_sums(every, truth, layer.plain, codes, sf, y)
+        flags.wrong.append(("y is not what linear1 left, multiplied and summed", off.any()))
     reason = flags.first()
-    return judge(case, y, truth) if reason == far else reason, notes
+    return judge(case, y, truth) if reason == FAR else reason, [WRAPS] if wraps else []
 
 
 def compare_counters(flags: Flags, rank: int, buffer: SymmBuffer) -> None:
@@ -107,22 +133,17 @@ def compare_counts(
 
 def compare_pool(
     flags: Flags, case: Case, rank: int, buffer: SymmBuffer, routes: Routes, every: Inputs
-) -> bool:
+) -> Pool:
     """The rows that a rank received, as far as later ones have not taken their memory.
 
     The kernel orders the rows of an expert as it likes: they are sorted by what stands in their
     metadata, right or wrong.
-
-    Returns:
-        Whether rows took the memory of others.
     """
     local, block_m = case.problem.num_local_experts, case.schedule.block_m
     experts = range(rank * local, (rank + 1) * local)
     counts = routes.counts[experts.start : experts.stop]
     first = first_blocks(counts, block_m)
     blocks, ring = first[-1], buffer.layout.ring_rows // block_m
-    if not blocks:
-        return False
     part, device = routes.part(experts), buffer.device
     token, slot = routes.token[part].to(device), routes.slot[part].to(device)
     expert, place = (t.to(device) for t in places(counts, first, block_m))
@@ -142,14 +163,17 @@ def compare_pool(
         buffer.l1_topk_weights[place],
         every.topk_weights[token, slot],
     )
-    kept = (place // block_m + ring >= blocks)[:, None]  # the last block at a place stays
+    kept = place // block_m + ring >= blocks  # the last block at a place stays
     row = place // block_m % ring * block_m + place % block_m
     for name, got, wanted in (
         ("l1_acts", bits(buffer.l1_acts)[row], bits(every.x)[token]),
         ("l1_acts_sf", bits(buffer.l1_acts_sf[:, row].T), bits(every.x_sf)[token]),
     ):
-        flags.wrong.append((f"rank {rank}: {name} is wrong", ((got != wanted) & kept).any()))
-    return blocks > ring
+        flags.wrong.append(
+            (f"rank {rank}: {name} is wrong", ((got != wanted) & kept[:, None]).any())
+        )
+    left = intermediate_of(buffer, row, min(blocks, ring) * block_m)
+    return Pool(blocks > ring, kept, left)
 
 
 def places(counts: Sequence[int], first: Sequence[int], block_m: int) -> tuple[Tensor, Tensor]:

@@ -170,15 +170,19 @@ class Truth:
         y: (tokens, hidden) bf16.
         rows: (routes, hidden) bf16, from linear2.
         gate_up: (routes, 2*intermediate) float32, from linear1.
+        h: (routes, intermediate) float32, which is quantised.
         token: (routes,) int64.
         weight: (routes,) float32.
+        routes: where they are, on the CPU.
     """
 
     y: Tensor
     rows: Tensor
     gate_up: Tensor
+    h: Tensor
     token: Tensor
     weight: Tensor
+    routes: Routes
 
 
 def make_truth(
@@ -207,10 +211,10 @@ def make_truth(
     group = recipe.intermediate_group
     scale = e4m3_scale(group_amax(h, group), recipe)
     codes = to_e4m3((h.unflatten(1, (-1, group)) * (1.0 / scale).unsqueeze(2)).flatten(1))
-    h = dequantize(codes, scale * weight[:, None] if recipe.folds_topk_weight else scale)
-    rows = products(h, plain.l2, plain.l2_sf, routes.counts).bfloat16()
+    read = dequantize(codes, scale * weight[:, None] if recipe.folds_topk_weight else scale)
+    rows = products(read, plain.l2, plain.l2_sf, routes.counts).bfloat16()
     y = combine(rows, routes, *inputs.topk_idx.shape)
-    return Truth(y, rows, gate_up, token, weight)
+    return Truth(y, rows, gate_up, h, token, weight, routes)
 
 
 def combine(rows: Tensor, routes: Routes, tokens: int, topk: int) -> Tensor:
@@ -305,21 +309,24 @@ def ends(counts: tuple[int, ...]) -> list[int]:
 
 
 def sway(case: Case, gate_up: Tensor) -> Tensor:
-    """(rows,) float64: how far the errors of WGMMA may move the intermediate of each row.
+    """(rows,) float64: how far WGMMA's errors may move each row of the intermediate, as a norm."""
+    return moved(gate_up, case.clamp, GATE_ERROR).double().norm(dim=1)
 
-    The norm over the columns of what SwiGLU changes by when gate and up are off by GATE_ERROR.
+
+def moved(gate_up: Tensor, clamp: float | None, error: float) -> Tensor:
+    """(rows, intermediate) float32: how far SwiGLU moves when gate and up are off.
+
+    Args:
+        gate_up: (rows, 2*intermediate) float32.
+        clamp: of the activation.
+        error: of gate and up, as a part of the root mean square of their row.
     """
-    out = []
-    for acc in gate_up.split(max(1, GROUP_BYTES // (64 * gate_up.shape[1]))):
-        wide = acc.double()
-        off = GATE_ERROR * wide.square().mean(1, keepdim=True).sqrt()
-        gate, up = wide.chunk(2, dim=1)
-        h = reference.swiglu(gate, up, case.clamp)
-        least = torch.full_like(gate, SILU_LEAST).clamp(gate - off, gate + off)
-        gates, ups = (gate - off, gate + off, least), (up - off, up + off)
-        moved = torch.zeros_like(h)
-        for g in gates:
-            for u in ups:
-                moved = torch.maximum(moved, (reference.swiglu(g, u, case.clamp) - h).abs())
-        out.append(moved.norm(dim=1))
-    return torch.cat(out)
+    off = error * gate_up.square().mean(1, keepdim=True).sqrt()
+    gate, up = gate_up.chunk(2, dim=1)
+    h = reference.swiglu(gate, up, clamp)
+    least = torch.full_like(gate, SILU_LEAST).clamp(gate - off, gate + off)
+    out = torch.zeros_like(h)
+    for g in (gate - off, gate + off, least):
+        for u in (up - off, up + off):
+            out = torch.maximum(out, (reference.swiglu(g, u, clamp) - h).abs())
+    return out

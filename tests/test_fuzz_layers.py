@@ -9,6 +9,7 @@ from typing import Any
 
 import fuzz_launch
 import fuzz_layer
+import fuzz_stages
 import fuzz_truth
 import gpu_cases
 import pytest
@@ -17,6 +18,7 @@ from fake_kernels import FakeKernel, fake_layer, loop_ranks
 from fuzz_cases import Case, draw_kernel, draw_launch
 from fuzz_layer import InPlace, Runner, Worker, fuzz, launches_of
 
+from tl_megamoe import reference
 from tl_megamoe.explorer.layer import Layer
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
@@ -62,7 +64,7 @@ def test_right_launches_pass(seed: int) -> None:
 class Louder(FakeKernel):
     def combine(self, b: Any, y: torch.Tensor) -> None:
         super().combine(b, y)
-        y *= 1.1
+        y *= 1.02
 
 
 class Leaking(FakeKernel):
@@ -122,10 +124,10 @@ def count_twice(buffer: Any, spec: Any) -> None:
 @pytest.mark.parametrize(
     ("kernel", "break_it", "reason"),
     [
-        (Louder, ignore, "is off by"),
-        (Leaking, ignore, "NaN or infinite"),
+        (Louder, ignore, "y is not what linear1 left"),
+        (Leaking, ignore, "y is not what linear1 left"),
         (Unsteady, ignore, "the second launch gives other bits"),
-        (Unclamped, ignore, "is off by"),
+        (Unclamped, ignore, "of linear1 is wrong"),
         (FakeKernel, leave_a_count, "l2_arrival is not cleared"),
         (FakeKernel, lose_a_weight, "l1_topk_weights is wrong"),
         (FakeKernel, leave_a_claim, "next_task is not cleared"),
@@ -181,12 +183,15 @@ def test_pools_that_wrap(seed: int) -> None:
 
     def found() -> str:
         flags = fuzz_launch.Flags()
-        assert fuzz_launch.compare_pool(flags, case, hot, buffer, routes, every)
+        pool = fuzz_launch.compare_pool(flags, case, hot, buffer, routes, every)
+        assert pool.wraps
+        assert pool.kept.sum() == ring - (-2024 % 128)
         return flags.first()
 
-    assert not fuzz_launch.compare_pool(
-        fuzz_launch.Flags(), case, 1 - hot, layer.ranks.buffers[1 - hot], routes, every
-    )
+    other = layer.ranks.buffers[1 - hot]
+    nothing = fuzz_launch.compare_pool(fuzz_launch.Flags(), case, 1 - hot, other, routes, every)
+    assert not nothing.wraps
+    assert len(nothing.kept) == 0
     assert found() == ""
     for row in (0, ring - 1):
         buffer.l1_acts.view(torch.uint8)[row, 7] ^= 1
@@ -228,6 +233,48 @@ def test_groups_of_experts_hold_every_row_once(monkeypatch: pytest.MonkeyPatch, 
         assert sorted(seen) == list(range(total))
 
 
+@pytest.mark.parametrize(("error", "fault"), [(3e-4, ""), (0.0, "scale"), (0.0, "K block")])
+def test_stages_pass_errors_of_wgmma_alone(
+    error: float, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rule for scales, or one of two K blocks left out, is found in most small layers."""
+    generator, plain = torch.Generator().manual_seed(seed), reference.scaled_product
+
+    def noisy(a: torch.Tensor, a_sf: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
+        if fault == "K block" and a_sf.shape[1] > 1:
+            a_sf = a_sf * torch.tensor([1.0] * (a_sf.shape[1] - 1) + [0.0])
+        out = plain(a, a_sf, *w)
+        size = out.double().square().mean(1, keepdim=True).sqrt().float()
+        return out + torch.randn(out.shape, generator=generator) * error * size
+
+    refused, layers = 0, 0
+    for case in small_layers(seed, 80):
+        whole = replace(case.problem, num_ranks=1)
+        w = random_weights(whole)
+        w = replace(w, l1_sf=w.l1_sf * case.w_scale, l2_sf=w.l2_sf * case.w_scale)
+        every = fuzz_truth.joined(fuzz_truth.make_inputs(case))
+        routes = fuzz_truth.Routes.of(every.topk_idx, case.num_experts)
+        right = fuzz_truth.make_truth(every, routes, w, case.numeric, case.clamp)
+        pool = reference.dispatch(every.x, every.x_sf, every.topk_idx, every.topk_weights, whole)
+        recipe = case.numeric
+        if fault == "scale":
+            recipe = replace(recipe, scale="exact" if recipe.scale == "pow2" else "pow2")
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "scaled_product", noisy)
+            codes, sf = reference.linear1(pool, w.l1, w.l1_sf, recipe, case.clamp)
+            rows = reference.linear2(codes, sf, w.l2, w.l2_sf, pool.counts)
+        y = reference.combine(rows, pool, len(every.x))
+        codes = codes.view(torch.uint8)
+        wrong = [
+            *fuzz_stages.wrong_intermediate(case, right, codes, sf),
+            fuzz_stages.wrong_sums(every, right, w, codes, sf, y),
+        ]
+        layers += bool((right.h != 0).any())
+        refused += any(bool(flags.any()) for flags in wrong)
+    assert layers > 40
+    assert refused >= layers * 0.5 if fault else refused == 0
+
+
 @pytest.mark.parametrize(("error", "recipe", "most"), [(2e-4, "", 0), (0.0, "pow2-64", 1000)])
 def test_errors_of_wgmma_pass_and_another_recipe_does_not(
     error: float, recipe: str, most: int, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -252,7 +299,7 @@ def test_errors_of_wgmma_pass_and_another_recipe_does_not(
             patch.setattr(fuzz_truth, "products", noisy)
             y = fuzz_truth.make_truth(every, routes, w, other, case.clamp).y
         refused += bool(len(y) and fuzz_truth.judge(case, y, right))
-    assert (refused > 10) == (most > 0)
+    assert (refused > 3) == (most > 0)
     assert refused <= most
 
 
