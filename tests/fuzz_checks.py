@@ -169,7 +169,7 @@ def section_bytes(case: Case) -> dict[str, int]:
 
 
 def check_layout(case: Case) -> str:
-    """Refused where a word is too short, else aligned, apart, as large as the formula says."""
+    """Refused where a word is too short, else aligned, a KiB apart and as large as expected."""
     local = case.num_experts // case.num_ranks
     rows = case.num_ranks * case.capacity * case.num_topk + 127 * local
     too_large = case.capacity * case.num_topk > 2**24 or -(-rows // 128) * 2 >= 2**22
@@ -185,7 +185,7 @@ def check_layout(case: Case) -> str:
         return f"sections are {list(layout.sections)}"
     end = 0
     for name, section in layout.sections.items():
-        if section.offset % 1024 or not end <= section.offset < end + 1024:
+        if section.offset % 1024 or not end + 1024 <= section.offset < end + 2048:
             return f"{name} begins at {section.offset}, the section before it ends at {end}"
         held = math.prod(section.shape) * ITEM_BYTES[section.dtype]
         if not held == section.num_bytes == wanted[name]:
@@ -193,7 +193,7 @@ def check_layout(case: Case) -> str:
         end = section.offset + held
     sizes = (case.num_ranks, case.num_experts, case.capacity, case.num_topk, case.hidden)
     told, _ = get_symm_buffer_size_for_sm90_mega_moe(*sizes, case.intermediate, recipe=case.numeric)
-    if not told == layout.num_bytes == -(-end // 1024) * 1024:
+    if not told == layout.num_bytes == (end + 2047) // 1024 * 1024:
         return f"{layout.num_bytes} bytes, {told} by the function, sections end at {end}"
     return _counters(case, layout) or _pools(case, layout) or _views(case, layout)
 

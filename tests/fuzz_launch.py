@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from fuzz_cases import Case
@@ -17,10 +18,13 @@ from torch import Tensor
 from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.device.walk import first_blocks
 from tl_megamoe.explorer.layer import Layer
-from tl_megamoe.layout import LINE
+from tl_megamoe.layout import LINE, make_layout
+from tl_megamoe.problem import Problem
+from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import COUNTER_BITS
 from tl_megamoe.synthetic import Inputs
 
+GUARD = 0xA5
 WRAPS = "rings wrap"
 FAR = "y is far from the reference"
 
@@ -65,7 +69,7 @@ def bits(t: Tensor) -> Tensor:
 
 
 def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[str, list[str]]:
-    """Two launches: right, equal to the bit, counters at zero, every row where it belongs.
+    """Two launches: right, equal to the bit, counters at zero, rows where they belong, no others.
 
     Args:
         case: one whose kernel and layer are there.
@@ -77,6 +81,8 @@ def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[st
     """
     scale_weights(layer, sf, case.w_scale)
     layer.set(make_inputs(case, layer.ranks.device))  # poisons everything but the tokens
+    for buffer in layer.ranks.buffers.values():
+        buffer.raw[guard_bytes(buffer)] = GUARD
     stats = {rank: b.recv_stats.clone() for rank, b in layer.ranks.buffers.items()}
     results = [layer.outputs() for _ in range(2)]
     for y in results:
@@ -88,6 +94,8 @@ def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[st
     for rank, buffer in layer.ranks.buffers.items():
         first, again = (y[rank] for y in results)
         flags.differ(f"rank {rank}: the second launch gives other bits", again, first)
+        guards = buffer.raw[guard_bytes(buffer)]
+        flags.wrong.append((f"rank {rank}: a guard was written to", guards.ne(GUARD).any()))
         compare_counters(flags, rank, buffer)
         compare_counts(flags, case, rank, buffer, routes, stats[rank])
         pools.append(compare_pool(flags, case, rank, buffer, routes, every))
@@ -108,6 +116,17 @@ def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[st
         flags.wrong.append(("y is not what linear1 left, multiplied and summed", off.any()))
     reason = flags.first()
     return judge(case, y, truth) if reason == FAR else reason, [WRAPS] if wraps else []
+
+
+def guard_bytes(buffer: SymmBuffer) -> Tensor:
+    """(bytes,) int64: where the guards of a buffer are."""
+    return _guard_bytes(buffer.problem, buffer.capacity, buffer.recipe, buffer.device)
+
+
+@lru_cache(maxsize=16)
+def _guard_bytes(problem: Problem, capacity: int, recipe: Recipe, device: torch.device) -> Tensor:
+    guards = make_layout(problem, capacity, recipe).guards.values()
+    return torch.cat([torch.arange(start, start + n) for start, n in guards]).to(device)
 
 
 def compare_counters(flags: Flags, rank: int, buffer: SymmBuffer) -> None:

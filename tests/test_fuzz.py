@@ -220,6 +220,7 @@ real_walk = fuzz_checks.walk
         ("schedule", Schedule, "_problem_violations", lambda self, problem: Violations()),
         ("schedule", Schedule, "kernel_key", lambda self: self),
         ("layout", layout, "ALIGNMENT", 512),
+        ("layout", layout, "GUARD_BYTES", 512),
         ("layout", layout, "num_pool_rows", lambda p, c: 128 * (p.num_ranks * c * p.num_topk)),
         ("walk", fuzz_checks, "walk", skips_a_tile),
         ("walk", fuzz_checks, "walk_order", lambda blocks, ring, lag, step: (lag, step)),

@@ -117,6 +117,10 @@ def leave_a_claim(buffer: Any, spec: Any) -> None:
     buffer.workspace[buffer.layout.workspace_offsets["next_task"]] = 1
 
 
+def write_past_the_end(buffer: Any, spec: Any) -> None:
+    buffer.raw[-1] = 0
+
+
 def count_twice(buffer: Any, spec: Any) -> None:
     buffer.recv_stats += 1
 
@@ -135,6 +139,7 @@ def count_twice(buffer: Any, spec: Any) -> None:
         (FakeKernel, lose_a_scale, "l1_acts_sf is wrong"),
         (FakeKernel, lose_a_source, "token_src_metadata is wrong"),
         (FakeKernel, lose_a_count, "expert_recv_count_sum is wrong"),
+        (FakeKernel, write_past_the_end, "a guard was written to"),
         (FakeKernel, count_twice, "recv_stats is wrong"),
     ],
 )
