@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 from fuzz_cases import Case
-from fuzz_truth import SMALLEST_STEP, Routes, joined, judge, make_inputs, make_truth
+from fuzz_routes import Routes
+from fuzz_truth import SMALLEST_STEP, joined, judge, make_inputs, make_truth
 from torch import Tensor
 
 from tl_megamoe import reference
@@ -39,7 +40,7 @@ def check_reference(case: Case) -> str:
     if not len(expected):
         return ""
     every = joined(inputs)
-    routes = Routes.of(every.topk_idx, case.num_experts)
+    routes = Routes.of(every.topk_idx, case)
     truth = make_truth(every, routes, plain, case.numeric, case.clamp)
     told = [
         reference.moe(

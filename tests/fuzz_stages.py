@@ -15,7 +15,6 @@ from torch import Tensor
 from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.scaling import E4M3, E4M3_MAX, dequantize, e4m3_scale, group_amax
 from tl_megamoe.swizzle import ROW_TILE, unpack_rows
-from tl_megamoe.synthetic import Inputs
 from tl_megamoe.weights import PlainWeights
 
 GATE_ERROR = 4e-3
@@ -88,22 +87,19 @@ def wrong_intermediate(
     return ~scale_is_right.all(1), ~right.all(1)
 
 
-def wrong_sums(
-    inputs: Inputs, truth: Truth, plain: PlainWeights, codes: Tensor, sf: Tensor, y: Tensor
-) -> Tensor:
+def wrong_sums(truth: Truth, plain: PlainWeights, codes: Tensor, sf: Tensor, y: Tensor) -> Tensor:
     """(tokens,) bool: tokens whose `y` is not what linear2 and combine make of an intermediate.
 
     Args:
-        inputs: tokens of all ranks.
-        truth: of them.
+        truth: of the tokens of all ranks.
         plain: weights of all experts.
         codes, sf: from `intermediate_of`, of all routes.
         y: (tokens, hidden) bf16.
     """
     h = dequantize(codes.view(E4M3), sf)
-    rows = products(h, plain.l2, plain.l2_sf, truth.routes.counts).bfloat16()
-    want = combine(rows, truth.routes, *inputs.topk_idx.shape).double()
+    rows = products(h, plain.l2, plain.l2_sf, truth.routes.groups).bfloat16()
+    want = combine(rows, truth.routes).double()
     size = torch.zeros(len(y), dtype=torch.float64, device=y.device)
-    size = size.index_add_(0, truth.token, rows.double().square().sum(1)).sqrt()
+    size = size.index_add_(0, truth.routes.token, rows.double().square().sum(1)).sqrt()
     error = (y.double() - want).norm(dim=1)
     return ~(error <= SUM_ERROR[0] * size + SUM_ERROR[1] * want.norm(dim=1))

@@ -1,17 +1,17 @@
 """What a fuzzed launch gets, and what it must give: inputs, the layer in float32, bounds.
 
 The layer is computed for the tokens of all ranks at once, experts with about as many rows together,
-and nothing waits for the GPU but one copy of the routes: thousands of small layers a minute. Its
-scales are applied before the products, `reference.moe` applies them after: a test compares the two.
+and nothing waits for the GPU: thousands of small layers a minute. Its scales are applied before the
+products, `reference.moe` applies them after: a test compares the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from fuzz_cases import Case
+from fuzz_routes import Groups, Routes
 from torch import Tensor
 
 from tl_megamoe import reference
@@ -20,8 +20,6 @@ from tl_megamoe.scaling import E4M3_MAX, MIN_AMAX, dequantize, e4m3_scale, group
 from tl_megamoe.synthetic import Inputs, random_inputs
 from tl_megamoe.weights import PlainWeights
 
-GROUP_BYTES = 2**28
-"""Of the float32 weights, and of the rows, that are multiplied at once."""
 GATE_ERROR = 2e-3
 """Of gate and up, as a part of their root mean square: seven times `reference.tolerances`' d."""
 SILU_LEAST = -1.2785
@@ -78,51 +76,17 @@ def joined(inputs: list[Inputs]) -> Inputs:
     return Inputs(x, *map(cat, rest))
 
 
-# ---- routes
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """The routes of all tokens that an expert gets, by expert, then token, then slot; on the CPU.
-
-    Attributes:
-        token: (routes,) int64, counted over all ranks.
-        slot: (routes,) int64.
-        counts: routes of every expert.
-    """
-
-    token: Tensor
-    slot: Tensor
-    counts: list[int]
-
-    @classmethod
-    def of(cls, topk_idx: Tensor, num_experts: int) -> Routes:
-        """Those of (tokens, topk) routes; the one place that waits for the GPU."""
-        idx = topk_idx.cpu().flatten()
-        valid = ((idx >= 0) & (idx < num_experts)).nonzero().flatten()
-        expert = idx[valid]
-        order = valid[expert.argsort(stable=True)]
-        topk = topk_idx.shape[1]
-        counts = torch.bincount(expert, minlength=num_experts).tolist()
-        return cls(order // topk, order % topk, counts)
-
-    def part(self, experts: range) -> slice:
-        """Where the routes of some neighbouring experts stand."""
-        start = sum(self.counts[: experts.start])
-        return slice(start, start + sum(self.counts[experts.start : experts.stop]))
-
-
 # ---- the layer
 
 
-def products(a: Tensor, w: Tensor, w_sf: Tensor, counts: list[int]) -> Tensor:
+def products(a: Tensor, w: Tensor, w_sf: Tensor, groups: Groups) -> Tensor:
     """`a @ w.T` of every row with the weights of its expert, in float32.
 
     Args:
         a: (rows, K) float32, by expert.
         w: (experts, N, K) e4m3.
         w_sf: (experts, N/128, K/128) float32.
-        counts: rows of every expert.
+        groups: of `Routes`.
 
     Returns:
         (rows, N) float32.
@@ -131,35 +95,12 @@ def products(a: Tensor, w: Tensor, w_sf: Tensor, counts: list[int]) -> Tensor:
     out = a.new_empty((rows + 1, columns))  # the last row is what fills groups up, and is dropped
     a = torch.cat([a, a.new_zeros((1, a.shape[1]))])
     with reference.exact_float32():
-        for experts, index in groups(counts, columns, a.shape[1]):
-            where = torch.tensor(experts, device=a.device)
-            codes = w.view(torch.uint8)[where].view(w.dtype).float()
+        for experts, index in groups:
+            codes = w.view(torch.uint8)[experts].view(w.dtype).float()
             tiles = codes.unflatten(2, (-1, 128)).unflatten(1, (-1, 128))
-            tiles *= w_sf[where][:, :, None, :, None]
-            rows_of = index.to(a.device)
-            out[rows_of] = torch.bmm(a[rows_of], codes.transpose(1, 2))
+            tiles *= w_sf[experts][:, :, None, :, None]
+            out[index] = torch.bmm(a[index], codes.transpose(1, 2))
     return out[:-1]
-
-
-def groups(counts: list[int], columns: int, k: int) -> Iterator[tuple[list[int], Tensor]]:
-    """Experts that have rows, in groups: (experts, (experts, most rows) int64 rows on the CPU).
-
-    Where an expert has fewer rows than the first of its group, at least half as many, the number
-    past all rows stands.
-    """
-    starts, total = [], 0
-    for count in counts:
-        starts.append(total)
-        total += count
-    left = sorted((e for e, n in enumerate(counts) if n), key=lambda e: -counts[e])
-    while left:
-        most = counts[left[0]]
-        size = 4 * max(columns * k, most * max(columns, k))
-        fitting = [e for e in left[: max(1, GROUP_BYTES // size)] if 2 * counts[e] >= most]
-        left = left[len(fitting) :]
-        first = torch.tensor([[starts[e], counts[e]] for e in fitting])
-        step = torch.arange(most)
-        yield fitting, torch.where(step < first[:, 1:], first[:, :1] + step, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +112,14 @@ class Truth:
         rows: (routes, hidden) bf16, from linear2.
         gate_up: (routes, 2*intermediate) float32, from linear1.
         h: (routes, intermediate) float32, which is quantised.
-        token: (routes,) int64.
         weight: (routes,) float32.
-        routes: where they are, on the CPU.
+        routes: their places.
     """
 
     y: Tensor
     rows: Tensor
     gate_up: Tensor
     h: Tensor
-    token: Tensor
     weight: Tensor
     routes: Routes
 
@@ -200,11 +139,10 @@ def make_truth(
         plain: weights of all experts.
         recipe, clamp: as for `reference.moe`.
     """
-    device = inputs.x.device
-    token, slot = routes.token.to(device), routes.slot.to(device)
+    token, slot = routes.token, routes.slot
     x = dequantize(inputs.x.view(torch.uint8)[token].view(inputs.x.dtype), inputs.x_sf[token])
     weight = inputs.topk_weights[token, slot]
-    gate_up = products(x, plain.l1, plain.l1_sf, routes.counts)
+    gate_up = products(x, plain.l1, plain.l1_sf, routes.groups)
     h = reference.swiglu(*gate_up.chunk(2, dim=1), clamp)
     if not recipe.folds_topk_weight:
         h = h * weight[:, None]
@@ -212,36 +150,32 @@ def make_truth(
     scale = e4m3_scale(group_amax(h, group), recipe)
     codes = to_e4m3((h.unflatten(1, (-1, group)) * (1.0 / scale).unsqueeze(2)).flatten(1))
     read = dequantize(codes, scale * weight[:, None] if recipe.folds_topk_weight else scale)
-    rows = products(read, plain.l2, plain.l2_sf, routes.counts).bfloat16()
-    y = combine(rows, routes, *inputs.topk_idx.shape)
-    return Truth(y, rows, gate_up, h, token, weight, routes)
+    rows = products(read, plain.l2, plain.l2_sf, routes.groups).bfloat16()
+    y = combine(rows, routes)
+    return Truth(y, rows, gate_up, h, weight, routes)
 
 
-def combine(rows: Tensor, routes: Routes, tokens: int, topk: int) -> Tensor:
-    """Sums over slots, one after the other in float32; bf16."""
-    where = torch.full((tokens, topk), len(rows))
-    where[routes.token, routes.slot] = torch.arange(len(rows))
-    where = where.to(rows.device)
+def combine(rows: Tensor, routes: Routes) -> Tensor:
+    """Sums over slots, one after the other in float32; (tokens, hidden) bf16."""
     rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
-    y = torch.zeros((tokens, rows.shape[1]), device=rows.device)
-    for slot in range(topk):
-        y += rows[where[:, slot]].float()
+    y = torch.zeros((len(routes.where), rows.shape[1]), device=rows.device)
+    for slot in range(routes.where.shape[1]):
+        y += rows[routes.where[:, slot]].float()
     return y.bfloat16()
 
 
 # ---- bounds
 
 
-def is_close(y: Tensor, truth: Truth, intermediate: int, num_tokens: int) -> Tensor:
+def is_close(y: Tensor, truth: Truth, intermediate: int) -> Tensor:
     """Whether `y` is within `reference.tolerances`, as a tensor: nothing waits for the GPU.
 
     Args:
         y: (tokens, hidden) bf16.
         truth: of the same tokens.
         intermediate: columns.
-        num_tokens: those that have routes.
     """
-    share, worst = reference.tolerances(num_tokens, intermediate)
+    share, worst = reference.tolerances(truth.routes.num_routed, intermediate)
     want = truth.y.double()
     error, size = (y.double() - want).norm(dim=1), want.norm(dim=1)
     return (error <= worst * size).all() & (error.norm() <= share * size.norm())
@@ -272,7 +206,7 @@ def judge(case: Case, y: Tensor, truth: Truth) -> str:
 
     def by_token(squares: Tensor) -> Tensor:
         zeros = torch.zeros(tokens, dtype=torch.float64, device=y.device)
-        return zeros.index_add_(0, truth.token, squares).sqrt()
+        return zeros.index_add_(0, truth.routes.token, squares).sqrt()
 
     error = (y.double() - truth.y.double()).norm(dim=1)
     size = by_token(rows.square().sum(1))

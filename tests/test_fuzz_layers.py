@@ -9,6 +9,7 @@ from typing import Any
 
 import fuzz_launch
 import fuzz_layer
+import fuzz_routes
 import fuzz_stages
 import fuzz_truth
 import gpu_cases
@@ -17,6 +18,7 @@ import torch
 from fake_kernels import FakeKernel, fake_layer, loop_ranks
 from fuzz_cases import Case, draw_kernel, draw_launch
 from fuzz_layer import InPlace, Runner, Worker, fuzz, launches_of
+from fuzz_routes import Routes
 
 from tl_megamoe import reference
 from tl_megamoe.explorer.layer import Layer
@@ -180,7 +182,7 @@ def test_pools_that_wrap(seed: int) -> None:
     layer.set(fuzz_truth.make_inputs(case))
     layer.launch(case.schedule, "dispatch")
     every = fuzz_truth.joined(list(layer.inputs))
-    routes = fuzz_truth.Routes.of(every.topk_idx, case.num_experts)
+    routes = Routes.of(every.topk_idx, case)
     hot = next(rank for rank in range(2) if routes.counts[rank])
     buffer = layer.ranks.buffers[hot]
     ring = buffer.layout.ring_rows
@@ -214,7 +216,8 @@ def test_products_of_experts(shape: tuple[int, ...], seed: int) -> None:
     )
     weights = random_weights(whole, seed=seed)
     a = torch.randn((sum(shape), 256), generator=torch.Generator().manual_seed(seed))
-    got = fuzz_truth.products(a, weights.l1, weights.l1_sf, list(shape))
+    groups = tuple(fuzz_routes.grouped(shape, 256, 256))
+    got = fuzz_truth.products(a, weights.l1, weights.l1_sf, groups)
     start = 0
     for expert, count in enumerate(shape):
         rows = slice(start, start := start + count)
@@ -225,14 +228,14 @@ def test_products_of_experts(shape: tuple[int, ...], seed: int) -> None:
 def test_groups_of_experts_hold_every_row_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     for size in (1, 2**16, 2**28):
-        monkeypatch.setattr(fuzz_truth, "GROUP_BYTES", size)
+        monkeypatch.setattr(fuzz_routes, "GROUP_BYTES", size)
         counts = [rng.choice((0, 1, 2, 7, 100)) for _ in range(20)]
         total, seen = sum(counts), []
-        for experts, index in fuzz_truth.groups(counts, 128, 128):
-            assert index.shape == (len(experts), max(counts[e] for e in experts))
+        for experts, index in fuzz_routes.grouped(counts, 128, 128):
+            assert index.shape == (len(experts), max(counts[e] for e in experts.tolist()))
             assert (index < total).sum() * 2 >= index.numel()
             seen += index[index < total].tolist()
-            for expert, rows in zip(experts, index, strict=True):
+            for expert, rows in zip(experts.tolist(), index, strict=True):
                 first = sum(counts[:expert])
                 assert rows[rows < total].tolist() == list(range(first, first + counts[expert]))
         assert sorted(seen) == list(range(total))
@@ -258,7 +261,7 @@ def test_stages_pass_errors_of_wgmma_alone(
         w = random_weights(whole)
         w = replace(w, l1_sf=w.l1_sf * case.w_scale, l2_sf=w.l2_sf * case.w_scale)
         every = fuzz_truth.joined(fuzz_truth.make_inputs(case))
-        routes = fuzz_truth.Routes.of(every.topk_idx, case.num_experts)
+        routes = Routes.of(every.topk_idx, case)
         right = fuzz_truth.make_truth(every, routes, w, case.numeric, case.clamp)
         pool = reference.dispatch(every.x, every.x_sf, every.topk_idx, every.topk_weights, whole)
         recipe = case.numeric
@@ -272,7 +275,7 @@ def test_stages_pass_errors_of_wgmma_alone(
         codes = codes.view(torch.uint8)
         wrong = [
             *fuzz_stages.wrong_intermediate(case, right, codes, sf),
-            fuzz_stages.wrong_sums(every, right, w, codes, sf, y),
+            fuzz_stages.wrong_sums(right, w, codes, sf, y),
         ]
         layers += bool((right.h != 0).any())
         refused += any(bool(flags.any()) for flags in wrong)
@@ -297,7 +300,7 @@ def test_errors_of_wgmma_pass_and_another_recipe_does_not(
         weights = random_weights(replace(case.problem, num_ranks=1))
         w = replace(weights, l1_sf=weights.l1_sf * case.w_scale, l2_sf=weights.l2_sf * case.w_scale)
         every = fuzz_truth.joined(fuzz_truth.make_inputs(case))
-        routes = fuzz_truth.Routes.of(every.topk_idx, case.num_experts)
+        routes = Routes.of(every.topk_idx, case)
         right = fuzz_truth.make_truth(every, routes, w, case.numeric, case.clamp)
         other = Recipe.parse(recipe or case.recipe)
         with monkeypatch.context() as patch:
