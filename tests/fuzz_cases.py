@@ -220,7 +220,7 @@ def draw_schedule(
     rng: random.Random, problem: Problem, recipe: Recipe, num_sms: int = NUM_SMS
 ) -> Schedule:
     """A valid schedule; which one decides `Schedule.violations` alone."""
-    pingpong = problem.hidden % 256 == 0 and rng.random() < 0.5
+    pingpong = problem.hidden % 256 == 0 and rng.random() < 0.65
     while True:
         schedule = Schedule(
             math_mode="pingpong" if pingpong else "cooperative",
@@ -272,9 +272,12 @@ def draw_problem(rng: random.Random, most: Most, end: str = "") -> Problem:
         value = least.get(name, small_first(rng, getattr(most, name) // share))
         return max(1, value // share) if name in least else value
 
+    hidden = size("hidden")
+    if hidden < most.hidden and rng.random() < 0.6:
+        hidden += hidden % 2  # tiles of 256 columns need an even number
     return Problem(
         name="fuzz",
-        hidden=SCALE_BLOCK * size("hidden"),
+        hidden=SCALE_BLOCK * hidden,
         intermediate=SCALE_BLOCK * size("intermediate"),
         num_experts=ranks * size("num_experts", ranks),
         num_topk=size("num_topk"),

@@ -5,10 +5,11 @@
     python tests/fuzz_layer.py --reproduce 'LINE'
 
 On an SM90 GPU: launches of random kernels against the float32 reference, each twice. `--build`
-compiles those kernels on any machine into tilelang's disk cache (TILELANG_CACHE_DIR). Without a
-GPU, or with --cpu: cases that need none. Cases run in a child process under a time limit. One that
-fails is made simpler as long as it fails, then printed as the line that reproduces it; the exit
-code is 1.
+compiles those kernels on any machine into tilelang's disk cache (TILELANG_CACHE_DIR); what is not
+there is compiled when its turn comes. Several processes with a part each fill a GPU. Without a GPU,
+or with --cpu: cases that need none. Cases run in a child process under a time limit. One that fails
+is printed as the line that reproduces it, made simpler as long as it fails, and printed again; the
+others go on, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -359,7 +360,7 @@ def part_of(text: str) -> tuple[int, int]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=60.0, help="after building; default 60")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all cases; default 60")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, metavar="N", help="no more than N")
     parser.add_argument("--kernels", type=int, default=8, metavar="K", help="on a GPU; default 8")

@@ -338,10 +338,11 @@ def test_kernels_of_the_short_gpu_run_are_built_with_the_others() -> None:
 @pytest.mark.sm90
 def test_a_short_run_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_layer, "LAUNCHES_IN_A_ROW", 5)
-    kernels = random.Random(seed).sample(prebuilt(), 12)
-    kernels.sort(key=lambda case: (case.num_ranks, case.recipe))  # a layer serves its neighbours
+    rng, every = random.Random(seed), prebuilt()
+    kernels = rng.sample([case for case in every if case.num_ranks == 1], 9)
+    kernels += rng.sample([case for case in every if case.num_ranks > 1], 3)
     said: list[str] = []
     cases = launches_of(kernels, seed)
     summary = fuzz(cases, Runner(), seconds=25, shrink_seconds=20, max_cases=60, say=said.append)
     assert not summary.failures, said
-    assert len(summary.kernels) >= 2
+    assert len(summary.kernels) >= 6
