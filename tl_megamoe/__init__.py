@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         get_token_alignment_for_sm90_mega_moe as get_token_alignment_for_sm90_mega_moe,
     )
     from .compat import transform_weights_for_mega_moe_sm90 as transform_weights_for_mega_moe_sm90
+    from .debug import BufferOverwrittenError as BufferOverwrittenError
     from .handshake import disable_multicast as disable_multicast
     from .loading import NotLoadedError as NotLoadedError
     from .loading import prepare as prepare
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BufferOverwrittenError": "debug",
     "MegaMoE": "module",
     "MegaMoeTimeout": "timeouts",
     "ReferenceBuffer": "reference_buffer",
@@ -72,6 +74,7 @@ _LAZY = {
 
 __all__ = [
     "PRESETS",
+    "BufferOverwrittenError",
     "MegaMoE",
     "MegaMoeTimeout",
     "MoEWeights",

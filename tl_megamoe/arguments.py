@@ -204,6 +204,12 @@ def check_clamp(clamp: Any) -> None:
         raise ValueError(f"activation_clamp={clamp!r} must be a positive number or None")
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Raise ValueError unless `timeout_s` is a bound that the kernel can count in milliseconds."""
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 2**31 / 1000:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number below {2**31 // 1000}")
+
+
 def check_bound(buffer: BufferLike, num_tokens: int, token_bound: int | None) -> int:
     """The tokens that the schedule is chosen for: the same number on all ranks.
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from .arguments import copy_inputs
+from .arguments import check_timeout, copy_inputs
+from .debug import BufferDebug
+from .debug import BufferOverwrittenError as BufferOverwrittenError
+from .devices import allocate, pick_device
 from .exported import ExportedKernels
 from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card
 from .launch import Launcher
@@ -72,6 +75,7 @@ class SymmBuffer:
         quantizers: those that quantise activations, by shared experts, kept by calls.py.
         exported: where kernels come from; they are compiled when None.
         launcher: what repeated launches need, kept by calls.py.
+        debug: the checks of debug mode, None without it.
 
     Args:
         problem: the layer; one rank (`num_ranks` of 1).
@@ -80,6 +84,8 @@ class SymmBuffer:
         timeout_s: bound of every wait of a launch, in seconds.
         recipe: `Recipe()` when None or one of DeepGEMM's tuples.
         kernels: a folder that `tl-megamoe export` wrote: its kernels run, and none is compiled.
+        debug: check every launch, which then waits: experts outside of the layer are refused, pools
+            are poisoned before and guards looked at after (docs/debugging.md). Not in CUDA graphs.
 
     Raises:
         ValueError: more than one rank, a bad capacity, timeout or recipe, or a folder that is no
@@ -110,6 +116,7 @@ class SymmBuffer:
         *,
         recipe: RecipeLike = None,
         kernels: Path | str | None = None,
+        debug: bool = False,
     ) -> None:
         if problem.num_ranks != 1:
             raise ValueError(
@@ -122,7 +129,8 @@ class SymmBuffer:
         layout = make_layout(problem, capacity, as_recipe(recipe))
         exported = None if kernels is None else ExportedKernels.open(kernels)
         raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=pick_device(device))
-        self._set_up(layout, raw, [raw.data_ptr()], timeout_s=timeout_s, exported=exported)
+        peers = [raw.data_ptr()]
+        self._set_up(layout, raw, peers, timeout_s=timeout_s, exported=exported, debug=debug)
 
     @classmethod
     def from_process_group(
@@ -135,6 +143,7 @@ class SymmBuffer:
         *,
         recipe: RecipeLike = None,
         kernels: Path | str | None = None,
+        debug: bool = False,
     ) -> SymmBuffer:
         """The buffer of this process' rank, in torch symmetric memory; all ranks call it.
 
@@ -150,6 +159,7 @@ class SymmBuffer:
             timeout_s: bound of every wait of a launch, in seconds; may differ between ranks.
             recipe: `Recipe()` when None or one of DeepGEMM's tuples; the same on all ranks.
             kernels: a folder that `tl-megamoe export` wrote, on every rank or on none.
+            debug: as for the class; may differ between ranks.
 
         Raises:
             ValueError: an argument is wrong or differs between the ranks, or multicast is switched
@@ -198,9 +208,11 @@ class SymmBuffer:
         with torch.cuda.device(where):
             # A step of all ranks before the next begins: none enters a rendezvous that another,
             # out of memory, does not come to.
-            raw = in_step(lambda: _allocate(num_bytes, where, size), group, where)
+            raw = in_step(lambda: allocate(num_bytes, where, size), group, where)
             buffer = cls.__new__(cls)
-            in_step(lambda: buffer._meet(layout, raw, group, timeout_s, exported), group, where)
+            in_step(
+                lambda: buffer._meet(layout, raw, group, timeout_s, exported, debug), group, where
+            )
         return buffer
 
     def _meet(
@@ -210,6 +222,7 @@ class SymmBuffer:
         group: Any,
         timeout_s: float,
         exported: ExportedKernels | None,
+        debug: bool,
     ) -> None:
         """Exchange addresses with the other ranks and set up; the GPU is idle at the end."""
         import torch.distributed as dist
@@ -238,6 +251,7 @@ class SymmBuffer:
             group=group,
             keep=handle,
             exported=exported,
+            debug=debug,
         )
         torch.cuda.synchronize()  # nobody writes into a buffer that its rank still zeroes
 
@@ -254,6 +268,7 @@ class SymmBuffer:
         group: Any = None,
         keep: Any = None,
         exported: ExportedKernels | None = None,
+        debug: bool = False,
     ) -> None:
         """Lay the views over a zeroed allocation.
 
@@ -266,6 +281,7 @@ class SymmBuffer:
             num_sms: multiprocessors of this rank; all of the device when None.
             keep: kept alive with the buffer, since others' memory hangs on it.
             exported: where kernels come from; they are compiled when None.
+            debug: as for the class.
         """
         self.problem = layout.problem
         self.capacity = layout.capacity
@@ -311,6 +327,7 @@ class SymmBuffer:
         self.launcher = Launcher(
             self.recv_stats, (self.x, self.x_sf, self.topk_idx, self.topk_weights)
         )
+        self.debug = BufferDebug(self) if debug else None
         self.lock = threading.RLock()
         self.key = register(self)
 
@@ -419,18 +436,36 @@ class SymmBuffer:
         self.schedules.clear()
         self.launcher.known.clear()
 
-    def poison(self) -> None:
+    def poison(self, *, local: bool = False) -> None:
         """Fill the pools with NaN and impossible sources, so that a read of a stale row shows.
 
         Inputs, counters and signals stay. With more than one rank no rank may be running, nor
         launch before all have been poisoned: launches of peers write into this buffer.
+
+        Args:
+            local: leave alone what peers write; then they may be running, and launch.
         """
         for codes in (self.l1_acts, self.l2_acts):
             codes.view(torch.uint8).fill_(E4M3_NAN_CODE)
-        for values in (self.l1_acts_sf, self.l1_topk_weights, self.l2_acts_sf, self.combine_acts):
+        for values in (self.l1_acts_sf, self.l1_topk_weights, self.l2_acts_sf):
             values.fill_(torch.nan)
         self.token_src_metadata.fill_(-1)
-        self.src_routes.fill_(-1)
+        if not local:
+            self.combine_acts.fill_(torch.nan)
+            self.src_routes.fill_(-1)
+
+    def check_guards(self) -> None:
+        """Wait for the current stream, and look at the bytes that nobody may write.
+
+        Launches of a debug buffer do it; after the replay of a CUDA graph it is the caller's.
+
+        Raises:
+            ValueError: the buffer is not in debug mode, whose guards have a pattern.
+            BufferOverwrittenError: names the guard, the offset and what stands there.
+        """
+        if self.debug is None:
+            raise ValueError(f"{self!r} has no guards to look at: make it with debug=True")
+        self.debug.check_guards(self)
 
     def check_report(self) -> None:
         """Raise MegaMoeTimeout if a wait of this rank timed out; reads host memory only.
@@ -448,7 +483,7 @@ class SymmBuffer:
         for name, value in list(vars(self).items()):
             if isinstance(value, Tensor):
                 delattr(self, name)
-        self._keep = None
+        self._keep = self.debug = None
         self.kernels.clear()
         self.quantizers.clear()
         del self.launcher
@@ -464,36 +499,3 @@ class SymmBuffer:
             f"SymmBuffer({self.problem.name!r}, {'' if self.rank_mode == 'one' else rank}"
             f"capacity={self.capacity}, {self.num_bytes:,} bytes on {self.device})"
         )
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raise ValueError unless `timeout_s` is a bound that the kernel can count in milliseconds."""
-    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 2**31 / 1000:
-        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number below {2**31 // 1000}")
-
-
-def _allocate(num_bytes: int, device: torch.device, num_ranks: int) -> Tensor:
-    """Zeroed bytes that the GPUs of the other ranks can reach."""
-    if num_ranks == 1:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    import torch.distributed._symmetric_memory as symmetric
-
-    raw: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    return raw.zero_()
-
-
-def pick_device(device: torch.device | str | None) -> torch.device:
-    """`device`, or the current CUDA device when None; a CUDA device always with its index.
-
-    Raises:
-        ValueError: None, and torch sees no CUDA device.
-    """
-    if device is None and not torch.cuda.is_available():
-        raise ValueError(
-            "device=None means the current CUDA device, and torch sees none. The kernel needs an "
-            "SM90 GPU; device='cpu' makes a buffer to look at."
-        )
-    chosen = torch.device("cuda" if device is None else device)
-    if str(chosen) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen

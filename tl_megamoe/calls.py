@@ -140,7 +140,8 @@ def _bind(
     bound = launcher.bind(kernel, sym_buffer, weights, y, chosen, options.activation_clamp)
     held = launcher.bind_weights(l1_weights, l2_weights)
     if bound not in held.launches:
-        held.launches[bound] = bound.bind(held.values)
+        launch, debug = bound.bind(held.values), sym_buffer.debug
+        held.launches[bound] = launch if debug is None else debug.guarded(sym_buffer, launch)
     if stats is not None:
         launcher.bind_stats(stats)
     if not isinstance(options.recipe, list):  # a list of DeepGEMM's cannot be looked up

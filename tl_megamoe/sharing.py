@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .buffer import SymmBuffer, check_timeout, pick_device
+from .arguments import check_timeout
+from .buffer import SymmBuffer
 from .calls import Buffer
+from .devices import pick_device
 from .handshake import bare_card, gather, refuse_together
 from .loading import has_peers
 from .problem import Problem

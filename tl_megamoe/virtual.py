@@ -17,13 +17,16 @@ other, so all of them must run at once. Three things could keep one from startin
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from .buffer import SymmBuffer, check_reports, check_timeout, pick_device
+from .arguments import check_timeout
+from .buffer import SymmBuffer, check_reports
+from .devices import pick_device
 from .exported import ExportedKernels
 from .layout import MAX_RANKS, make_layout
 from .problem import Problem
@@ -64,6 +67,7 @@ class VirtualGroup:
         self.device = pick_device(device)
         self.num_sms: int | None = None
         self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self._debugged: weakref.WeakSet[SymmBuffer] = weakref.WeakSet()
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             self.num_sms = properties.multi_processor_count // num_ranks
@@ -77,6 +81,7 @@ class VirtualGroup:
         *,
         recipe: RecipeLike = None,
         kernels: Path | str | None = None,
+        debug: bool = False,
     ) -> tuple[SymmBuffer, ...]:
         """The buffers of all ranks, zeroed, rank r at index r. Waits until the device is idle.
 
@@ -86,6 +91,7 @@ class VirtualGroup:
             timeout_s: bound of every wait of a launch, in seconds.
             recipe: `Recipe()` when None or one of DeepGEMM's tuples.
             kernels: a folder that `tl-megamoe export --rank-mode virtual` wrote; None: compile.
+            debug: as for `SymmBuffer`; `run` looks at the guards when all ranks are launched.
 
         Raises:
             ValueError: another number of ranks than the group's, a bad capacity or timeout, or a
@@ -119,8 +125,11 @@ class VirtualGroup:
                 num_sms=self.num_sms,
                 keep=raws,
                 exported=exported,
+                debug=debug,
             )
             out.append(buffer)
+        if debug:
+            self._debugged.update(out)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return tuple(out)
@@ -172,6 +181,7 @@ class VirtualGroup:
 
         Raises:
             RuntimeError: the group is on a CPU.
+            BufferOverwrittenError: a buffer in debug mode was written outside of its sections.
         """
         if not self.streams:
             raise RuntimeError(
@@ -189,6 +199,9 @@ class VirtualGroup:
         finally:
             for stream in self.streams:
                 current.wait_stream(stream)
+        for buffer in self._debugged:
+            if buffer.debug is not None and buffer.debug.due:
+                buffer.check_guards()
         return results
 
     def check_reports(self, buffers: Sequence[SymmBuffer]) -> None:
