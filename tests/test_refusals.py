@@ -84,6 +84,7 @@ from tl_megamoe import fp8_mega_moe, loading, op
 
 compiled = []
 loading.compile_kernel = lambda spec: compiled.append(spec) or spec
+loading.check_resident = lambda *_: None
 
 
 def buffer():

@@ -213,11 +213,17 @@ class ExportedKernel(CompiledKernel):
 
     Attributes:
         binder: of the native module beside it (`native.BIND`).
+        module: that it was loaded from.
+        function: its name there.
     """
 
-    def __init__(self, spec: KernelSpec, kernel: Any, binder: Callable[..., Any]) -> None:
+    def __init__(
+        self, spec: KernelSpec, kernel: Any, binder: Callable[..., Any], module: Any, function: str
+    ) -> None:
         super().__init__(spec, kernel)
         self.binder = binder
+        self.module = module
+        self.function = function
 
     def source(self) -> str:
         """Raise RuntimeError: an export holds no CUDA text."""
@@ -263,8 +269,10 @@ class ExportedKernels:
                 what the nearest one differs, and names the command that exports it.
             RuntimeError: the file cannot be loaded into this process.
         """
-        function, beside = self._function(spec)
-        return ExportedKernel(spec, function, beside.get_function(native.BIND))
+        found, function, beside = self._function(spec)
+        module = _load_module(self.folder / found.file, found.sha256)
+        binder = beside.get_function(native.BIND)
+        return ExportedKernel(spec, function, binder, module, found.function)
 
     def quantize(self, spec: QuantizeSpec) -> QuantizeKernel:
         """The quantize kernel of a spec, loaded.
@@ -274,17 +282,20 @@ class ExportedKernels:
         """
         from .quantize import QuantizeKernel
 
-        return QuantizeKernel(spec, self._function(spec)[0])
+        return QuantizeKernel(spec, self._function(spec)[1])
 
-    def _function(self, spec: KernelSpec | QuantizeSpec) -> tuple[Callable[..., Any], Any]:
-        """A kernel's function, and the native module beside it."""
+    def _function(
+        self, spec: KernelSpec | QuantizeSpec
+    ) -> tuple[KernelFile, Callable[..., Any], Any]:
+        """A kernel's file, its function, and the native module beside it."""
         values = spec_values(spec)
         found = self._files.get(file_name(kind_of(spec), values))
         if found is None:
             raise ValueError(self._missing(spec, values))
         helper = self.manifest.native
         beside = _load_module(self.folder / helper.file, helper.sha256)
-        return _load(self.folder / found.file, found.function, found.sha256, beside), beside
+        function = _load(self.folder / found.file, found.function, found.sha256, beside)
+        return found, function, beside
 
     def _missing(self, spec: KernelSpec | QuantizeSpec, values: dict[str, Any]) -> str:
         """What to say of a kernel that is not there."""

@@ -28,20 +28,28 @@ WEIGHTS, STATS, Y, NUM_TOKENS = slice(9, 13), 13, 14, 18
 
 
 @lru_cache(maxsize=512)
-def raw_function(kernel: Any) -> Callable[..., Any]:
-    """The TVM-FFI function behind a tilelang kernel; what is one already, as it is."""
+def raw_module(kernel: Any) -> Any:
+    """The TVM-FFI module behind a tilelang kernel, which imports `native_module`; else None."""
     adapter = getattr(kernel, "adapter", None)
     if adapter is None:
-        function: Callable[..., Any] = kernel
-        return function
+        return None
     executable = adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     beside = native_module()
     if beside is not None:
         module.import_module(beside)  # where the module looks first
-    found: Callable[..., Any] = module.get_function(
-        str(adapter.prim_func.attrs["global_symbol"]), query_imports=True
-    )
+    return module
+
+
+@lru_cache(maxsize=512)
+def raw_function(kernel: Any) -> Callable[..., Any]:
+    """The TVM-FFI function behind a tilelang kernel; what is one already, as it is."""
+    module = raw_module(kernel)
+    if module is None:
+        function: Callable[..., Any] = kernel
+        return function
+    name = str(kernel.adapter.prim_func.attrs["global_symbol"])
+    found: Callable[..., Any] = module.get_function(name, query_imports=True)
     return found
 
 

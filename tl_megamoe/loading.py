@@ -17,7 +17,7 @@ from .arguments import RecipeLike, check_bound, check_clamp, check_recipe
 from .buffer import SymmBuffer
 from .handshake import differing, gather, in_step, load_together, refuse_together
 from .kernel import CompiledKernel, KernelSpec, compile_kernel
-from .native import private_cache
+from .residency import check_resident
 from .schedule import Schedule, ScheduleError
 from .selection import schedule_intervals
 
@@ -169,11 +169,15 @@ def _load(sym_buffer: SymmBuffer, key: KernelKey) -> CompiledKernel:
 
 
 def _get_kernel(sym_buffer: SymmBuffer, spec: KernelSpec) -> CompiledKernel:
-    """From the buffer's exported kernels, else compiled or from tilelang's disk cache."""
-    if sym_buffer.exported is not None:
-        return sym_buffer.exported.fused(spec)
-    private_cache()
-    return compile_kernel(spec)
+    """From the buffer's exported kernels, else compiled or from tilelang's disk cache.
+
+    Raises:
+        ScheduleError: its blocks cannot all be resident.
+    """
+    exported = sym_buffer.exported
+    kernel = compile_kernel(spec) if exported is None else exported.fused(spec)
+    check_resident(kernel, sym_buffer)
+    return kernel
 
 
 def _kernel_key(sym_buffer: SymmBuffer, num_tokens: int, options: Options) -> KernelKey:

@@ -1,0 +1,233 @@
+"""Whether all blocks can be resident: what the driver is asked, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import SMALL, fit
+
+from tl_megamoe import ScheduleError, SymmBuffer, residency
+from tl_megamoe.exported import ExportedKernel
+from tl_megamoe.kernel import CompiledKernel, KernelSpec
+from tl_megamoe.loading import prepare
+from tl_megamoe.residency import DriverError, Occupancy, check_resident
+
+CAPACITY = 64
+SOURCE = r"""
+#include <cstddef>
+#include <cstring>
+using Handle = void*;
+struct Fake { int blocks, sms, limit, fails, has_context; int loaded, contexts, asked; };
+extern "C" {
+Fake fake;
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGet(int* device, int ordinal) { *device = ordinal + 10; return 0; }
+int cuCtxGetCurrent(Handle* context) {
+  *context = fake.has_context ? &fake : nullptr;
+  return 0;
+}
+int cuCtxGetDevice(int* device) { *device = 10; return 0; }
+int cuDevicePrimaryCtxRetain(Handle* context, int device) {
+  *context = &fake;
+  return device != 10;
+}
+int cuCtxPushCurrent_v2(Handle context) { ++fake.contexts; return context != &fake; }
+int cuCtxPopCurrent_v2(Handle* context) { *context = &fake; --fake.contexts; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return device != 10; }
+int cuModuleLoadData(Handle* module, const void* image) {
+  if (std::memcmp(image, "\x7f" "ELF", 4)) return 200;
+  ++fake.loaded;
+  *module = &fake.loaded;
+  return fake.fails;
+}
+int cuModuleUnload(Handle module) { --fake.loaded; return module != &fake.loaded; }
+int cuModuleGetFunction(Handle* function, Handle module, const char* name) {
+  *function = &fake.asked;
+  return module != &fake.loaded || std::strcmp(name, "mega_moe_kernel");
+}
+int cuFuncGetAttribute(int* value, int attribute, Handle function) {
+  *value = attribute == 4 ? 168 : attribute == 1 ? 1000 : -1;
+  return function != &fake.asked;
+}
+int cuFuncSetAttribute(Handle function, int attribute, int value) {
+  if (function != &fake.asked || attribute != 8) return 400;
+  return value > fake.limit ? 1 : 0;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, int threads,
+                                                size_t dynamic) {
+  ++fake.asked;
+  *blocks = threads == 384 && dynamic + 1000 == SMEM ? fake.blocks : -1;
+  return function != &fake.asked;
+}
+int cuCtxGetDevResource(Handle context, void* resource, int type) {
+  if (context != &fake || type != 1) return 1;
+  std::memcpy(static_cast<char*>(resource) + 96, &fake.sms, 4);
+  return 0;
+}
+}
+"""
+SCHEDULE = fit(SMALL)
+SMEM = SCHEDULE.smem_bytes(SMALL)
+SPEC = KernelSpec(problem=SMALL, schedule=SCHEDULE, capacity=CAPACITY)
+
+
+class State(ctypes.Structure):
+    """`Fake` of the source."""
+
+    _fields_ = [  # noqa: RUF012
+        (name, ctypes.c_int)
+        for name in ("blocks", "sms", "limit", "fails", "has_context", "loaded", "contexts")
+    ] + [("asked", ctypes.c_int)]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("driver")
+    source, path = folder / "driver.cc", folder / "driver.so"
+    source.write_text(SOURCE.replace("SMEM", str(SMEM)))
+    compiler = shutil.which("c++") or "g++"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture
+def state(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
+    """A driver that says one block of the schedule fits an SM, of 132."""
+    found = State.in_dll(library, "fake")
+    for name, value in {"blocks": 1, "sms": 132, "limit": 1 << 20, "has_context": 1}.items():
+        setattr(found, name, value)
+    found.fails = found.asked = 0
+    monkeypatch.setattr(residency, "driver", lambda: library)
+    monkeypatch.setattr(residency, "_known", {})
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    yield found
+    assert (found.loaded, found.contexts) == (0, 0)
+
+
+class Binary:
+    """The CUDA module of a kernel, as TVM-FFI has it."""
+
+    kind = "cuda"
+
+    def __init__(self, image: bytes = b"\x7fELF\xbe") -> None:
+        self.image = image
+        self.imports: list[Any] = []
+
+    def inspect_source(self, _: str) -> str:
+        return self.image.decode()
+
+
+def exported(image: bytes = b"\x7fELF\xbe") -> ExportedKernel:
+    module = SimpleNamespace(imports=[SimpleNamespace(kind="library"), Binary(image)])
+    return ExportedKernel(SPEC, lambda *_: None, lambda *_: None, module, "mega_moe")
+
+
+@pytest.fixture
+def buffer() -> SymmBuffer:
+    made = SymmBuffer(SMALL, CAPACITY, device="cpu")
+    made.device, made.device_name, made.num_sms = torch.device("cuda", 0), "a GPU", 132
+    return made
+
+
+@pytest.mark.parametrize("has_context", [0, 1])
+def test_a_grid_that_fits_is_asked_for_once(
+    state: State, buffer: SymmBuffer, has_context: int
+) -> None:
+    state.has_context = has_context
+    for _ in range(3):
+        check_resident(exported(), buffer)
+    assert state.asked == 1
+    assert list(residency._known.values()) == [Occupancy(1, 168, SMEM)]
+
+
+def test_a_process_with_fewer_sms_is_refused_with_numbers(state: State, buffer: SymmBuffer) -> None:
+    state.sms = 96
+    with pytest.raises(ScheduleError, match=rf"num_sms=132 of {SCHEDULE.name}") as told:
+        check_resident(exported(), buffer)
+    assert (
+        "96 blocks can be resident at once on a GPU (cuda:0), and all 132 must be: 96 SMs that "
+        "this process may use x 1 blocks of 384 threads, 168 registers a thread and "
+        f"{SMEM:,} bytes of shared memory. Pass a schedule with num_sms=96 or less."
+    ) in str(told.value)
+    state.blocks = 2
+    residency._known.clear()
+    check_resident(exported(), buffer)
+
+
+def test_a_virtual_rank_has_its_share(state: State, buffer: SymmBuffer) -> None:
+    buffer.num_sms = 66
+    with pytest.raises(ScheduleError, match="66 blocks can be resident"):
+        check_resident(exported(), buffer)
+
+
+@pytest.mark.parametrize("change", [{"blocks": 0}, {"limit": 100_000}], ids=["blocks", "limit"])
+def test_a_block_that_does_not_fit(
+    state: State, buffer: SymmBuffer, change: dict[str, int]
+) -> None:
+    for name, value in change.items():
+        setattr(state, name, value)
+    with pytest.raises(ScheduleError, match="0 blocks can be resident.*fewer stages"):
+        check_resident(exported(), buffer)
+
+
+def test_what_cannot_be_asked_is_not_refused(
+    state: State,
+    buffer: SymmBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def none() -> Any:
+        raise DriverError("libcuda.so.1: no such file")
+
+    with caplog.at_level("INFO"):
+        state.fails = 3
+        check_resident(exported(), buffer)
+        state.loaded = 0  # of the load that failed
+        check_resident(exported(b"only text"), buffer)
+        check_resident(CompiledKernel(SPEC, lambda *_: None), buffer)
+        monkeypatch.setattr(residency, "driver", none)
+        check_resident(exported(), buffer)
+    said = [r.getMessage() for r in caplog.records]
+    reasons = ("cuModuleLoadData returned 3", "holds no cubin", "no module of CUDA", "no such file")
+    for message, reason in zip(said, reasons, strict=True):
+        assert message.startswith(f"{SCHEDULE.name}: not known whether all blocks are resident: ")
+        assert reason in message
+
+
+def test_a_driver_without_resources_counts_all(state: State, buffer: SymmBuffer) -> None:
+    state.sms = 0
+    check_resident(exported(), buffer)
+    state.sms = 4000  # not what a driver says: another layout
+    check_resident(exported(), buffer)
+
+
+def test_loading_asks(state: State, buffer: SymmBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tl_megamoe.loading.compile_kernel", lambda _: exported())
+    state.sms = 131
+    with pytest.raises(ScheduleError, match="131 blocks can be resident"):
+        prepare(buffer, 8, schedule=SCHEDULE)
+    assert not buffer.kernels
+    state.sms = 132
+    kernel, _ = prepare(buffer, 8, schedule=SCHEDULE)
+    assert list(buffer.kernels.values()) == [kernel]
+
+
+def test_the_binary_of_a_kernel_that_is_compiled_here() -> None:
+    """What TVM-FFI gives is the cubin that the module will load: its ELF header says CUDA."""
+    from tl_megamoe.kernel import compile_kernel
+
+    kernel = compile_kernel(KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=128))
+    image, function = residency.binary_of(kernel)
+    assert image[:4] == b"\x7fELF"
+    assert int.from_bytes(image[18:20], "little") == 190  # EM_CUDA
+    assert function.encode() in image
+    section_table = int.from_bytes(image[40:48], "little")
+    assert section_table < len(image) < section_table + 64 * 1000
