@@ -250,6 +250,7 @@ def open_ranks(
     recipe: Recipe | None = None,
     timeout_s: float = 60.0,
     device: torch.device | str | None = None,
+    debug: bool = False,
 ) -> Ranks:
     """Make the buffers of a layer's ranks.
 
@@ -261,6 +262,7 @@ def open_ranks(
         recipe: `Recipe()` when None.
         timeout_s: bound of every wait of a launch, in seconds.
         device: CUDA device; the current one when None. `real` takes that of LOCAL_RANK.
+        debug: as for `SymmBuffer`.
 
     Raises:
         ValueError: unknown mode, a number of ranks that does not fit it, or what the makers of
@@ -268,18 +270,17 @@ def open_ranks(
         RuntimeError: what the makers of buffers refuse.
     """
     if mode == "one":
-        return OneRank(
-            problem, {0: SymmBuffer(problem, capacity, device, timeout_s, recipe=recipe)}
-        )
+        one = SymmBuffer(problem, capacity, device, timeout_s, recipe=recipe, debug=debug)
+        return OneRank(problem, {0: one})
     if mode == "virtual":
         group = VirtualGroup(problem.num_ranks, device)
-        buffers = group.buffers(problem, capacity, timeout_s, recipe=recipe)
+        buffers = group.buffers(problem, capacity, timeout_s, recipe=recipe, debug=debug)
         return VirtualRanks(problem, dict(enumerate(buffers)), group)
     if mode != "real":
         raise ValueError(f"mode={mode!r} of ranks must be one of {', '.join(RANK_MODES)}")
     own = join_job() if device is None else torch.device(device)
     buffer = SymmBuffer.from_process_group(
-        problem, capacity, device=own, timeout_s=timeout_s, recipe=recipe
+        problem, capacity, device=own, timeout_s=timeout_s, recipe=recipe, debug=debug
     )
     return RealRanks(problem, {buffer.rank: buffer})
 

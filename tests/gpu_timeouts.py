@@ -21,8 +21,17 @@ from dataclasses import replace
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
-from gpu_cases import ON_RANKS, RANKS_CAPACITY, SMALL, SMALL_CAPACITY, ring_blocks, variants
+from gpu_cases import (
+    ON_RANKS,
+    RANKS_CAPACITY,
+    RESERVE,
+    SMALL,
+    SMALL_CAPACITY,
+    ring_blocks,
+    variants,
+)
 from gpu_cases import rank_schedules as schedules_on_ranks
+from gpu_hold import held
 from gpu_world import World, world
 
 from tl_megamoe import MegaMoeTimeout
@@ -36,6 +45,8 @@ TIMEOUT_MS = 1500
 STUCK_BARRIER = 0x7FFFFFFF
 """A grid barrier that begins here lets its first block pass and never the others: the top bit flips
 with the first arrival, and all arrivals together end one below its next flip."""
+HOLD_MS = 8000
+"""Longer than the bound of a wait, and than what is lingered before a launch ends."""
 STUCK_COUNT = 100_000
 BEHIND = -5
 """A peer's count of launches: one more does not reach this rank's."""
@@ -159,6 +170,19 @@ def combine_sync(schedule: str) -> tuple[World, Callable[[], object]]:
     return w, launch
 
 
+def held_sms(schedule: str) -> tuple[World, Callable[[], object]]:
+    """A kernel of another stream has RESERVE multiprocessors, and keeps them too long."""
+    w, chosen = world(SMALL, SMALL_CAPACITY), variants(SMALL)[schedule]
+    w.fill(100, 0)
+    w.launch(chosen)  # to load a kernel may wait for the one that holds
+
+    def launch() -> None:
+        with held(RESERVE, HOLD_MS):
+            w.launch(chosen)
+
+    return w, launch
+
+
 def never_launches(schedule: str) -> tuple[World, Callable[[], object]]:
     w, chosen = on_ranks(schedule)
     return w, lambda: start_some(w, chosen, (0,))
@@ -219,6 +243,7 @@ CASES: dict[str, Callable[[str], tuple[World, Callable[[], object]]]] = {
     for case in (
         dispatch_sync,
         combine_sync,
+        held_sms,
         never_launches,
         two_never_launch,
         dispatch_signal,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from gpu_cases import rank_mode
 
-from tl_megamoe import reference
+from tl_megamoe import BufferOverwrittenError, reference
 from tl_megamoe.explorer.findings import layer_found, pool_found, same_bits
 from tl_megamoe.explorer.layer import Layer
 from tl_megamoe.explorer.places import counters_are_zero
@@ -27,13 +27,18 @@ TIMEOUT_S = 5.0
 class World(Layer):
     """A layer whose results are compared over all the tests that fill in the same inputs.
 
+    Its buffers have guards, which are looked at after each `launch`; before one of the fused kernel
+    what no peer writes is poisoned.
+
     The first `y` of a routing is compared with the reference; every other one, of whatever schedule
     and math mode, must equal it to the bit.
     """
 
     def __init__(self, problem: Problem, capacity: int, recipe: Recipe | None = None) -> None:
         mode = rank_mode(problem)
-        ranks = open_ranks(problem, capacity, mode=mode, recipe=recipe, timeout_s=TIMEOUT_S)
+        ranks = open_ranks(
+            problem, capacity, mode=mode, recipe=recipe, timeout_s=TIMEOUT_S, debug=True
+        )
         super().__init__(ranks, seed=1)
         self._key: Any = None
         self._first: dict[tuple[float | None, bool], dict[int, torch.Tensor]] = {}
@@ -62,6 +67,22 @@ class World(Layer):
         inputs = list(self.inputs)
         inputs[rank] = replace(inputs[rank], **tensors)
         self.set(inputs)
+
+    def launch(
+        self, schedule: Schedule, phase: str = "fused", **options: Any
+    ) -> dict[int, torch.Tensor]:
+        if phase == "fused":
+            for buffer in self.ranks.buffers.values():
+                buffer.poison(local=self.problem.num_ranks > 1)
+        y = super().launch(schedule, phase, **options)
+        reasons = dict.fromkeys(self.ranks.here, "")
+        for rank, buffer in self.ranks.buffers.items():
+            try:
+                buffer.check_guards()
+            except BufferOverwrittenError as error:
+                reasons[rank] = str(error)
+        self.agree(reasons)
+        return y
 
     @property
     def y(self) -> torch.Tensor:

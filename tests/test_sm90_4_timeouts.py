@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_cases import ON_RANKS, rank_schedules
+from gpu_cases import ON_RANKS, RESERVE, rank_schedules
 from gpu_timeouts import BEHIND, CASES, STUCK_COUNT, waits_left
 
 pytestmark = pytest.mark.sm90
@@ -82,6 +82,14 @@ def test_a_grid_barrier(runs: Any, case: str, tags: list[int], phase: str, what:
     assert told["message"].startswith(f"{phase}: {what}")
     if case == "dispatch_sync":  # the block that passes waits at the end of its launch
         assert told["reports"][6]["have"] == 1
+
+
+def test_sms_that_another_stream_holds(runs: Any) -> None:
+    """Those of its blocks that run wait for those that cannot start."""
+    told = told_by(runs, "held_sms", "wide128", [1])
+    assert (told["phase"], told["rank"], told["peer"]) == ("dispatch", 0, None)
+    assert (told["have"], told["want"]) == (told["num_sms"] - RESERVE, told["num_sms"])
+    assert "is another stream or process holding SMs" in told["message"]
 
 
 def test_a_rank_that_never_launches(runs: Any) -> None:
