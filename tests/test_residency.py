@@ -106,6 +106,7 @@ def state(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
     found.fails = found.asked = 0
     monkeypatch.setattr(residency, "driver", lambda: library)
     monkeypatch.setattr(residency, "_known", {})
+    monkeypatch.setattr(residency, "is_capturing", lambda _: False)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     yield found
@@ -207,6 +208,14 @@ def test_a_driver_without_resources_counts_all(state: State, buffer: SymmBuffer)
     check_resident(exported(), buffer)
     state.sms = 4000  # not what a driver says: another layout
     check_resident(exported(), buffer)
+
+
+def test_nothing_is_asked_while_a_graph_is_captured(
+    state: State, buffer: SymmBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residency, "is_capturing", lambda _: True)
+    check_resident(exported(), buffer)
+    assert state.asked == 0
 
 
 def test_loading_asks(state: State, buffer: SymmBuffer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .debug import is_capturing
 from .launch import raw_module
 from .schedule import ScheduleError
 
@@ -60,7 +61,7 @@ def check_resident(kernel: CompiledKernel, buffer: SymmBuffer) -> None:
     """Raise unless all blocks of a kernel can be resident on the SMs of a rank.
 
     What cannot be asked (a driver without the question, a module without its binary) is logged and
-    not refused.
+    not refused. Nothing is asked while a CUDA graph is captured.
 
     Args:
         kernel: of the buffer, loaded.
@@ -73,6 +74,8 @@ def check_resident(kernel: CompiledKernel, buffer: SymmBuffer) -> None:
     schedule = spec.schedule
     try:
         image, function = binary_of(kernel)
+        if is_capturing(buffer):
+            return
         smem = schedule.smem_bytes(spec.problem, spec.recipe)
         index = buffer.device.index
         key = (hashlib.sha256(image).digest(), smem, index)
