@@ -168,9 +168,12 @@ def check_device(frame: pd.DataFrame, device: str, path: Path) -> None:
     Raises:
         TableError: there are such rows.
     """
-    homes = frame["device"].where(
-        frame["rank_mode"] != "real",
-        frame["device"] + "-x" + frame["num_ranks"].astype(str),
+    # Not by columns: with pyarrow, pandas 3 cannot join an empty column of objects to strings.
+    places = zip(frame["device"], frame["rank_mode"], frame["num_ranks"], strict=True)
+    homes = pd.Series(
+        [f"{name}-x{ranks}" if mode == "real" else name for name, mode, ranks in places],
+        index=frame.index,
+        dtype=object,
     )
     foreign = homes[(frame["device"] != device) & (homes != device)]
     if len(foreign):

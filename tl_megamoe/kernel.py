@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .device.trace import MAX_POOL_BLOCKS
 from .layout import make_layout
+from .native import private_cache
 from .problem import Problem
 from .recipe import Recipe
 from .schedule import Schedule
@@ -218,6 +219,7 @@ def _program(spec: KernelSpec) -> Any:
 
 @lru_cache(maxsize=512)
 def _compile(key: KernelSpec) -> Any:
+    private_cache()
     import tilelang
 
     from .program import PASS_CONFIGS
@@ -231,6 +233,7 @@ def compile_kernel(spec: KernelSpec) -> CompiledKernel:
 
     Raises:
         RuntimeError: nvcc failed; the message holds its output.
+        ValueError: as `native.private_cache`.
     """
     return CompiledKernel(spec, _compile(spec.key()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -64,7 +65,7 @@ class Problem:
                     f"{below + SCALE_BLOCK}{f' or use {below}' if below else ''}."
                 )
         if self.num_experts % self.num_ranks:
-            divisors = ", ".join(str(d) for d in divisors_of(self.num_experts) if d <= 128)
+            divisors = ", ".join(str(d) for d in range(1, 129) if self.num_experts % d == 0)
             raise ValueError(
                 f"num_ranks={self.num_ranks} does not divide num_experts={self.num_experts} of "
                 f"problem {self.name!r}. Divisors: {divisors}."
@@ -143,7 +144,8 @@ PRESETS: dict[str, Problem] = {
 
 def divisors_of(n: int) -> list[int]:
     """All divisors of `n`, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def load_problem(source: str | Path, **overrides: int) -> Problem:
@@ -173,7 +175,7 @@ def load_problem(source: str | Path, **overrides: int) -> Problem:
         )
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"problem file {path}: {error}") from error
     table = data.get("problem", data)
     if not isinstance(table, dict):
