@@ -286,4 +286,5 @@ def main(case: str, schedule: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    code = main(*sys.argv[1:])
+    os._exit(code)  # what asks the GPU once more, while objects go, would abort the process

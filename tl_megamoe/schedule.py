@@ -26,7 +26,7 @@ COUNTER_BITS = 24
 """Bits of `slot * capacity + token` in the source metadata of a pool row."""
 
 
-def _smem_round(num_bytes: int) -> int:
+def whole_kib(num_bytes: int) -> int:
     return -(-num_bytes // 1024) * 1024
 
 
@@ -238,7 +238,8 @@ class Schedule:
     def smem_buffers(self, problem: Problem, recipe: Recipe | None = None) -> dict[str, int]:
         """Shared memory by buffer, in bytes, without the row chunks of dispatch.
 
-        TileLang starts each buffer, and dynamic behind static memory, at a multiple of 1 KiB.
+        Each is made a multiple of 1 KiB (device/ring.py), and so starts at one: what WGMMA's
+        swizzles ask for. Dynamic lies behind static memory, at a multiple of 1 KiB too.
         """
         scales = (recipe or Recipe()).scales_per_k_block
         tables = 4 * self.task_slots + problem.num_experts + 3 * problem.num_local_experts + 2
@@ -252,20 +253,20 @@ class Schedule:
             "tables": 4 * tables,
             "barriers": 8 * (2 * self.stages + self.row_slots + self.task_slots),
         }
-        return {name: _smem_round(size) for name, size in sizes.items()}
+        return {name: whole_kib(size) for name, size in sizes.items()}
 
     def row_chunk(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Bytes of a row that one bulk copy of dispatch moves: a divisor of the row, as large as
         shared memory allows, at most 2048. 0 when not even 128 bytes fit."""
         free = SMEM_LIMIT_BYTES - sum(self.smem_buffers(problem, recipe).values())
         for chunk in range(min(problem.hidden, MAX_ROW_CHUNK), 0, -SCALE_BLOCK):
-            if problem.hidden % chunk == 0 and _smem_round(chunk * self.row_slots) <= free:
+            if problem.hidden % chunk == 0 and whole_kib(chunk * self.row_slots) <= free:
                 return chunk
         return 0
 
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""
-        rows = _smem_round(self.row_slots * self.row_chunk(problem, recipe))
+        rows = whole_kib(self.row_slots * self.row_chunk(problem, recipe))
         return sum(self.smem_buffers(problem, recipe).values()) + rows
 
     # ---- validity

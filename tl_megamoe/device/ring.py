@@ -11,10 +11,14 @@ another warp of its warpgroup may still read.
 
 from __future__ import annotations
 
+from itertools import count
+from math import prod
+
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from ..schedule import BLOCK_K
+from ..layout import ITEM_BYTES
+from ..schedule import BLOCK_K, whole_kib
 from .plan import FP8, Plan
 from .tasks import Tasks
 
@@ -53,6 +57,20 @@ class Cursor:
         )
 
 
+def alloc_kib(shape: tuple[int, ...], dtype: str):
+    """Shared memory of at least this shape, a multiple of 1 KiB; the first dimension is extended.
+
+    TileLang aligns a buffer that its own TMA and WGMMA calls take, and packs the others, in an
+    order of its own. One of 768 bytes before the weights' ring would move it off the multiple of 1 KiB
+    that a 128-byte swizzle needs.
+    """
+    item = ITEM_BYTES[dtype]
+    row = item * prod(shape[1:])
+    first = next(n for n in count(shape[0]) if n * row % 1024 == 0)
+    assert first * row == whole_kib(shape[0] * row)
+    return T.alloc_shared((first, *shape[1:]), dtype)
+
+
 @T.meta_class
 class Ring:
     """Staged operand tiles with a full and an empty barrier a stage.
@@ -72,7 +90,7 @@ class Ring:
         # Of words: with bytes, the index of a stage is a multiple of 32768, which TVM takes for
         # the lanes of a vector, as an int16.
         self.b = T.alloc_shared((s.stages * s.max_block_n * BLOCK_K // 4,), "uint32")
-        self.a_sf = T.alloc_shared((s.stages, plan.recipe.scales_per_k_block, s.block_m), "float32")
+        self.a_sf = alloc_kib((s.stages, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.full = T.alloc_barrier([s.load_warps] * s.stages)
         self.empty = T.alloc_barrier([s.tile_warps] * s.stages)
         # What WGMMA reads, and TMA therefore writes: 16-byte chunks swizzled by row.
@@ -97,6 +115,8 @@ class Ring:
 
     @T.inline
     def release(self, cursor):
+        # The other lanes have read their row scales.
+        T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.empty[cursor.stage[0]])
 
@@ -179,7 +199,7 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
 class Table:
     """A run of the shared table: `table[i]` reads, `shared.tables[table.at(i)] = v` writes.
 
-    TileLang starts every shared buffer at a multiple of 1 KiB, so small tables share one buffer.
+    Every shared buffer is a multiple of 1 KiB, so small tables share one.
     """
 
     def __init__(self, tables, offset: int):
@@ -215,12 +235,12 @@ class Shared:
         local = problem.num_local_experts
         self.ring = Ring(plan)
         self.staging = T.alloc_shared((128, 64), "bfloat16")
-        self.amax = T.alloc_shared((2, 2, s.block_m), "float32")
-        self.scales = T.alloc_shared((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
-        self.rows = T.alloc_shared((s.row_slots, plan.row_chunk), FP8)
+        self.amax = alloc_kib((2, 2, s.block_m), "float32")
+        self.scales = alloc_kib((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
+        self.rows = alloc_kib((s.row_slots * plan.row_chunk,), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)
         first = 4 * s.task_slots
-        self.tables = T.alloc_shared((first + problem.num_experts + 3 * local + 2,), "int32")
+        self.tables = alloc_kib((first + problem.num_experts + 3 * local + 2,), "int32")
         self.tasks = Tasks(s.task_slots, self.tables, 0)
         self.counts = Table(self.tables, first)
         self.total = Table(self.tables, first + problem.num_experts)

@@ -284,7 +284,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 within,
             )
             pull(
-                shared.rows[slot, 0],
+                shared.rows[slot * chunk_bytes],
                 p.peers[rank]
                 + plan.offset("x")
                 + T.Cast("int64", source // topk) * problem.hidden
@@ -322,7 +322,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
             put(
                 p.l1_acts,
                 T.Cast("int64", row_in_ring) * problem.hidden + chunk * chunk_bytes,
-                shared.rows[slot, 0],
+                shared.rows[slot * chunk_bytes],
                 chunk_bytes,
             )
         T.sync_warp()

@@ -44,8 +44,13 @@ class Targets:
     def under_product(self, k, num_blocks):
         if k == 0:
             source = barriers.load(self.p.metadata, self.row)
+            # Rows past the expert's count hold anything: some rank's address, never stored to.
+            rank = T.min(
+                T.Cast("int32", T.Cast("uint32", source) >> T.uint32(COUNTER_BITS)),
+                self.plan.problem.num_ranks - 1,
+            )
             self.address[0] = (
-                self.p.peers[source >> COUNTER_BITS]
+                self.p.peers[rank]
                 + self.plan.offset("combine_acts")
                 + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
                 * (self.plan.problem.hidden * ITEM_BYTES_BF16)
