@@ -61,8 +61,8 @@ def alloc_kib(shape: tuple[int, ...], dtype: str):
     """Shared memory of at least this shape, a multiple of 1 KiB; the first dimension is extended.
 
     TileLang aligns a buffer that its own TMA and WGMMA calls take, and packs the others, in an
-    order of its own. One of 768 bytes before the weights' ring would move it off the multiple of 1 KiB
-    that a 128-byte swizzle needs.
+    order of its own. One of 768 bytes before the weights' ring would move it off the multiple of
+    1 KiB that a 128-byte swizzle needs.
     """
     item = ITEM_BYTES[dtype]
     row = item * prod(shape[1:])
