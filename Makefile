@@ -1,5 +1,5 @@
 # make demo   make a virtual environment, install, run a small search, print its ranked table
-# make test   the same with the development tools: lint, types, docs, tests
+# make test   the same with the development tools: lint, types, docs, tests (a process a core)
 # make docs   build the site into build/site, warnings being errors
 # make audit  ask pip-audit (PyPI's advisories) about what is installed; needs the network
 # make lock   renew requirements.lock: every dependency, for Python 3.10 and newer
@@ -46,7 +46,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # In an environment of its own, which leaves the versions of the other as they are.
 audit: $(VENV)/.installed-dev

@@ -3,6 +3,9 @@
 Under torchrun every process runs the same tests in the same order: those of as many ranks as there
 are processes (`multi_gpu`), and nothing else. A test that hangs there ends its process, and with it
 the job: a rank that fails alone leaves its peers in an exchange.
+
+Under `-n auto` (pytest-xdist) a machine without an SM90 GPU runs the tests in a process a core, the
+compiles first, so that what is left in the end is short. One process's tests share a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ _STDERR = pytest.StashKey[int]()
 # Both are read when CUDA starts, which no test does while it is imported.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 disable_multicast()
+# Processes share the cores, and so do their threads. Read when torch or numpy is imported.
+XDIST_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+MAX_XDIST_WORKERS = 8
+"""Each holds torch and tilelang, a gigabyte and more."""
+if XDIST_WORKERS:
+    threads = max(1, (os.cpu_count() or 1) // XDIST_WORKERS)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 @lru_cache(maxsize=1)
@@ -46,6 +56,12 @@ def gpus_needed(item: pytest.Item) -> int:
     return 1 if item.get_closest_marker("sm90") is not None else 0
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `-n auto`; 0 runs the tests in this one."""
+    return 0 if num_sm90_gpus() else min(len(os.sched_getaffinity(0)), MAX_XDIST_WORKERS)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if WORLD_SIZE > 1:
         of_this_size = [
@@ -55,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ]
         config.hook.pytest_deselected(items=[i for i in items if i not in of_this_size])
         items[:] = of_this_size
+    if XDIST_WORKERS:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         needed = gpus_needed(item)
         if needed and num_sm90_gpus() < needed:

@@ -12,14 +12,11 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
-
-from tl_megamoe.kernel import KernelSpec, compile_cubin
 
 WARPGROUP = 128
 PACKAGE = "nvidia-cuda-nvdisasm"
@@ -57,13 +54,10 @@ def nvdisasm() -> str:
     return found
 
 
-def disassemble(spec: KernelSpec) -> str:
-    """nvdisasm's text of a kernel, compiled for it."""
+def disassemble(cubin: Path) -> str:
+    """nvdisasm's text of a kernel."""
     tool = nvdisasm()
-    with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        compile_cubin(spec, cubin)
-        run = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=False)
+    run = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=False)
     if run.returncode:
         raise SassError(f"{tool} failed with exit code {run.returncode}: {run.stderr[-2000:]}")
     return run.stdout

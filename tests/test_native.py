@@ -78,9 +78,10 @@ def test_without_a_compiler_tilelang_encodes(
 
 
 def test_a_kernel_s_module_finds_it() -> None:
-    from gpu_cases import SMALL, fit
+    from gpu_cases import SMALL, SMALL_CAPACITY, fit
 
-    kernel = compile_kernel(KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=128)).kernel
+    spec = KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=SMALL_CAPACITY)
+    kernel = compile_kernel(spec).kernel
     function = raw_function(kernel)
     assert isinstance(function, tvm_ffi.Function)
     assert raw_function(kernel) is function

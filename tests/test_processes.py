@@ -163,5 +163,6 @@ def test_child_answers_fails_hangs_and_dies() -> None:
     with pytest.raises(ChildDied, match="exit code 7"):
         other.call("die", timeout_s=60)
     third = Child(Handler, (0,))
+    assert third.call("add", 1, timeout_s=60) == 1  # it runs: `close` waits 5 s for its end
     third.close()
     assert third._process.exitcode == 0

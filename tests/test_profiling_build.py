@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from gpu_cases import MODES, ON_RANKS, SMALL, SMALL_CAPACITY, fit, variants
-from test_lowering import check_report
+from machine_code import check_code
 
 import tl_megamoe
 from tl_megamoe.device.trace import EVENT_WORDS, LANE_EVENTS, MAX_POOL_BLOCKS, trace_shape
-from tl_megamoe.kernel import KernelSpec, compile_kernel, inspect_kernel
+from tl_megamoe.kernel import KernelSpec, compile_kernel
 from tl_megamoe.kernel import _program as program_of
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.schedule import Schedule, default_schedule
@@ -129,13 +129,12 @@ def test_text_has_stamps_and_the_same_barriers(mode: str) -> None:
 def test_defaults_compile_well(preset: str, mode: str) -> None:
     problem = PRESETS[preset].one_rank()
     schedule = default_schedule(problem, 512, mode)
-    profiling = KernelSpec(problem=problem, schedule=schedule, capacity=8192, profile=True)
-    check_report(inspect_kernel(profiling), schedule, problem)
+    check_code(KernelSpec(problem=problem, schedule=schedule, capacity=8192, profile=True))
 
 
 def test_many_ranks_compile_well() -> None:
     problem, schedule = CASES["ranks"]
-    check_report(inspect_kernel(spec(problem, schedule, profile=True)), schedule, problem)
+    check_code(spec(problem, schedule, profile=True))
 
 
 def test_memory_of_a_launch() -> None:
