@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from test_table import row
+from table_rows import row
 
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.schedule import Schedule, default_schedule

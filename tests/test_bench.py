@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,152 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from fake_bench import VIEW, FakeGpu, InlineFarm, Named, beside, options, parse
 
-from tl_megamoe import reference
 from tl_megamoe.explorer import bench as command
 from tl_megamoe.explorer.baselines import BASELINES
-from tl_megamoe.explorer.baselines.base import Layer, Prepared, Tolerance
 from tl_megamoe.explorer.baselines.beside import (
-    BenchOptions,
-    CellResult,
     bench_specs,
     build,
     choose,
     rows_of,
-    run_beside,
     schedule_of,
 )
-from tl_megamoe.explorer.baselines.serve import BenchWorker
-from tl_megamoe.explorer.baselines.torch_bf16 import TorchBf16
 from tl_megamoe.explorer.baselines.unfused import Unfused
 from tl_megamoe.explorer.cli import main
-from tl_megamoe.explorer.farm import BuildResult, Farm, ReportCache, classify
-from tl_megamoe.explorer.messages import CellInfo, CheckResult, WorkerConfig
-from tl_megamoe.explorer.protocol import Block, CandidateFailed, GpuState, Rules
+from tl_megamoe.explorer.farm import Farm, ReportCache
 from tl_megamoe.explorer.table import read_table
-from tl_megamoe.kernel import KernelReport, KernelSpec
-from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
-from tl_megamoe.weights import restore_weights
-
-VIEW = PRESETS["deepseek-v4-flash"].one_rank()
-TINY = Problem(name="t", hidden=256, intermediate=128, num_experts=4, num_topk=2, num_ranks=1)
-OURS_US = 100.0
-
-
-class Named:
-    """A baseline that is only a name: the fake GPU knows its time."""
-
-    what = "a name"
-    tested = ""
-    tolerance: Tolerance | None = None
-
-    def __init__(self, name: str, reason: str | None = None):
-        self.name = name
-        self.reason = reason
-
-    def available(self) -> str | None:
-        return self.reason
-
-    def refuses(self, problem: Problem, recipe: Recipe) -> str | None:
-        return "it rounds otherwise" if recipe.scale == "pow2" else None
-
-    def version(self) -> str:
-        return f"{self.name} 1.2"
-
-    def prepare(self, layer: Layer) -> Prepared:
-        raise AssertionError("prepared in the parent process")
-
-
-class InlineFarm(Farm):
-    """Builds in this process; spills in the phases named."""
-
-    def __init__(self, folder: Path, spills: Sequence[str] = ()):
-        super().__init__(cache=ReportCache(folder))
-        self.spills = spills
-        self.built: list[str] = []
-
-    def run(self, specs: Any, on_done: Any = None) -> dict[KernelSpec, BuildResult]:
-        out = {}
-        for spec in {s.key(): s for s in specs}.values():
-            self.built.append(spec.phase)
-            spilled = 64 if spec.phase in self.spills else 0
-            report = KernelReport(168, spilled, 200_000, 8, (), f"hash of {spec.phase}")
-            out[spec.key()] = classify(spec, report)
-        return out
-
-
-class FakeGpu:
-    """A `BesideBench`: a name's time, or how it fails."""
-
-    def __init__(self, times: dict[str, float | str]):
-        self.times = times
-        self.log: list[str] = []
-        self.closed = False
-
-    def start(self) -> dict[str, str]:
-        return {"device": "NVIDIA H200", "torch": "2.11.0", "card": "0badcafe", "driver": "580.1"}
-
-    def cell(self, num_tokens: int, routing: str) -> CellInfo:
-        self.log.append(f"cell {num_tokens} {routing}")
-        return CellInfo(31, num_tokens * 6)
-
-    def found(self, name: str) -> float | str:
-        return self.times.get(name, OURS_US)
-
-    def check(self, name: str, schedule: Schedule) -> CheckResult:
-        self.log.append(f"check {name}")
-        found = self.found(name)
-        if found in ("incorrect", "oom"):
-            return CheckResult(str(found), "rel_error=9e-01", f"it is {found}")
-        return CheckResult("ok", f"rel_error=2e-03 of={name}")
-
-    def recheck(self, name: str) -> CheckResult:
-        moved = self.found(name) == "moves"
-        return CheckResult("nondeterministic", "", "moved") if moved else CheckResult("ok")
-
-    def warm_up(self, name: str) -> None: ...
-
-    def block(self, name: str) -> Block:
-        self.log.append(f"block {name}")
-        found = self.found(name)
-        if found == "hangs":
-            raise CandidateFailed("timeout", "block took over 300 s")
-        us = OURS_US if isinstance(found, str) else found
-        samples = tuple(us + n / 10 for n in range(-10, 11))
-        return Block(samples, GpuState(1500.0, 2600.0, 690.0, 60.0), GpuState(1450.0))
-
-    def yardstick(self) -> float:
-        return 1400.0
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def options(tmp_path: Path, tokens: Sequence[int] = (512,), **changes: Any) -> BenchOptions:
-    schedules = choose(VIEW, "nvidia-h200", tokens, "default", Recipe())
-    return BenchOptions(
-        problem=VIEW,
-        schedules=schedules,
-        capacity=max(tokens),
-        results=tmp_path / "results",
-        commit="abc",
-        rules=Rules(rounds=2),
-        **changes,
-    )
-
-
-def beside(
-    opts: BenchOptions, baselines: Sequence[Any], gpu: FakeGpu, farm: Farm
-) -> tuple[Path, list[CellResult]]:
-    cells: list[CellResult] = []
-    path = run_beside(
-        opts, baselines, farm, lambda config, control: gpu, "NVIDIA H200", cells.append
-    )
-    assert gpu.closed
-    return path, cells
-
 
 # ---- the schedule
 
@@ -346,18 +216,6 @@ def test_the_printed_table(tmp_path: Path) -> None:
 # ---- the command
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    parsers = argparse.ArgumentParser().add_subparsers()
-
-    def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        parser = parsers.add_parser(name)
-        parser.set_defaults(command=run)
-        return parser
-
-    command.add_parser(add)
-    return parsers.choices["bench"].parse_args(arguments)
-
-
 FLASH = ("--problem", "deepseek-v4-flash", "--tokens", "16,512")
 
 
@@ -442,153 +300,6 @@ def test_compile_only_compiles_and_counts(
     farm.built.clear()
     assert command.run(parse(*flags, "--baseline", "torch-bf16")) == 0
     assert set(farm.built) == {"fused"}
-
-
-# ---- the GPU side
-
-
-class FakeKernel:
-    """The layer by the reference, in its fused form or in the last of the phases."""
-
-    def __init__(self, spec: KernelSpec, log: list[str]):
-        self.spec = spec
-        self.log = log
-
-    def launch(self, buffer: Any, weights: Any, y: torch.Tensor, n: int, s: Schedule) -> None:
-        self.log.append(self.spec.phase)
-        if self.spec.phase in ("fused", "combine"):
-            inputs = [t[:n] for t in (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)]
-            y.copy_(reference.moe(self.spec.problem, *inputs, restore_weights(weights)))
-
-
-class FakeCudaBench:
-    def __init__(self) -> None:
-        self.cell: dict[str, Any] = {}
-        self.prepare: Any = None
-        self.agree: Any = None
-        self.meet: Any = None
-
-    def forget(self, name: str) -> None:
-        self.cell.pop(name, None)
-
-
-class Off(TorchBf16):
-    """Right at first; wrong or broken as asked."""
-
-    def __init__(self, name: str, factor: float = 1.0, error: Exception | None = None):
-        self.name = name
-        self.factor = factor
-        self.error = error
-
-    def prepare(self, layer: Layer) -> Prepared:
-        if self.error is not None:
-            raise self.error
-        prepared = super().prepare(layer)
-
-        def launch(index: int) -> None:
-            prepared.launch(index)
-            prepared.outputs[index].mul_(self.factor)
-
-        return Prepared(launch, prepared.outputs, "pieces=fake")
-
-
-@pytest.fixture
-def worker() -> tuple[BenchWorker, list[str]]:
-    log: list[str] = []
-    baselines: list[Any] = [
-        Unfused(),
-        Off("right"),
-        Off("wrong", 1.5),
-        Off("nan", float("nan")),
-        Off("broken", error=RuntimeError("no kernel image")),
-        Off("large", error=torch.cuda.OutOfMemoryError("no room")),
-    ]
-    bench: Any = FakeCudaBench()
-    compile_spec: Any = lambda spec: FakeKernel(spec, log)  # noqa: E731
-    config = WorkerConfig(problem=TINY, capacity=24, recipe=Recipe())
-    made = BenchWorker(config, baselines, device="cpu", compile_spec=compile_spec, bench=bench)
-    made.cell(17, "zipf:1")
-    return made, log
-
-
-def test_a_baseline_is_checked_like_a_candidate(worker: tuple[BenchWorker, list[str]]) -> None:
-    made, _ = worker
-    schedule = default_schedule(TINY, 16)
-    statuses = {
-        "ours": ("ok", ""),
-        "right": ("ok", ""),
-        "unfused": ("ok", ""),
-        "wrong": ("incorrect", "relative error 5.0"),
-        "nan": ("incorrect", "values are NaN or infinite on one side"),
-        "broken": ("launch_error", "no kernel image"),
-        "large": ("oom", "no room"),
-    }
-    for name, (status, reason) in statuses.items():
-        found = made.check(name, schedule)
-        assert found.status == status, (name, found)
-        assert reason in found.reason
-    assert set(made.bench.cell) == {"ours", "right", "unfused"}
-    assert set(made.prepared) == {"right", "unfused"}
-    assert "pieces=fake" in made.check("right", schedule).observation
-
-
-def test_unfused_runs_the_phases_in_order_on_its_own_output(
-    worker: tuple[BenchWorker, list[str]],
-) -> None:
-    made, log = worker
-    made.check("ours", default_schedule(TINY, 16))
-    made.check("unfused", default_schedule(TINY, 16))
-    outputs = [y.clone() for y in made.outputs]
-    log.clear()
-    for index in range(3):
-        made.bench.cell["unfused"](index)
-    assert log == ["dispatch", "linear1", "linear2", "combine"] * 3
-    assert all(
-        torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in zip(outputs, made.outputs, strict=True)
-    )
-    assert torch.equal(made.prepared["unfused"].outputs[0], made.results["ours"])
-
-
-def test_recheck_sees_a_baseline_that_went_wrong(worker: tuple[BenchWorker, list[str]]) -> None:
-    made, _ = worker
-    made.check("right", default_schedule(TINY, 16))
-    assert made.recheck("right").status == "ok"
-    made.baselines["right"].factor = 1.2  # type: ignore[attr-defined]
-    found = made.recheck("right")
-    assert found.status == "incorrect"
-    assert "relative error" in found.reason
-    assert not made.bench.cell
-
-
-def test_recheck_sees_what_timed_launches_left(worker: tuple[BenchWorker, list[str]]) -> None:
-    made, _ = worker
-    for index, wrong in ((0, 2.0), (2, torch.nan)):
-        made.check("right", default_schedule(TINY, 16))
-        made.prepared["right"].outputs[index].mul_(wrong)
-        assert made.recheck("right").status == "incorrect"
-        assert not made.bench.cell
-
-
-def test_unfused_that_writes_nothing_is_not_right(
-    worker: tuple[BenchWorker, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, _ = worker
-    schedule = default_schedule(TINY, 16)
-    made.check("ours", schedule)
-    monkeypatch.setattr(FakeKernel, "launch", lambda *arguments: None)
-    found = made.check("unfused", schedule)
-    assert found.status == "incorrect"
-    assert "values are NaN or infinite on one side" in found.reason
-
-
-def test_a_new_cell_forgets_prepared_baselines(worker: tuple[BenchWorker, list[str]]) -> None:
-    made, _ = worker
-    made.check("right", default_schedule(TINY, 16))
-    made.cell(5, "uniform")
-    assert not made.prepared
-    assert made.check("right", default_schedule(TINY, 16)).status == "ok"
-    assert made.prepared["right"].outputs[0].shape == (5, 256)
 
 
 def test_specs_of_a_cell_share_one_capacity(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tilelang
 import torch
-from test_bench import FakeGpu, InlineFarm, Named, parse
+from fake_bench import FakeGpu, InlineFarm, Named, parse
 from test_real_ranks import (
     CONFIG,
     DIES_ON_1,

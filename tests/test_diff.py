@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import FAST, SLOW, confirm_rows, frame_of, result_row, run, write_table
+from report_rows import FAST, SLOW, confirm_rows, frame_of, result_row, run, write_table
 
 from tl_megamoe.explorer.diff import compare, read_side, render_diff
 from tl_megamoe.schedule import Schedule

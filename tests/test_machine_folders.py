@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from fake_rows import DEVICE, FLASH, VIEW, confirm_rows
 from fake_search import FakeGpu, InlineFarm
+from report_rows import run as report
+from search_runs import make_options
+from table_rows import row
 from test_merge import command as merge
-from test_report import run as report
-from test_search import make_options
-from test_table import row
 
 from tl_megamoe.explorer.freeze import plan_freeze, write_freeze
 from tl_megamoe.explorer.search import run_search

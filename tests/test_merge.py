@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_table import as_schema, row
+from table_rows import as_schema, row
 
 from tl_megamoe.explorer.merge import add_parser, join_tables, merge
 from tl_megamoe.explorer.table import (

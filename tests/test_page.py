@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_report import (
+from report_rows import (
     DEVICE,
     FAST,
     SLOW,

@@ -1,4 +1,4 @@
-"""A whole search with a fake compiler and a fake GPU: rows, statuses, resume, budget."""
+"""A whole search with a fake compiler and a fake GPU: rows, resume, refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,58 +14,21 @@ from typing import Any
 import pandas as pd
 import pytest
 from fake_search import SPACE, VIEW, FakeGpu, InlineFarm, time_of
+from search_runs import ROUND, rows_of, run, screened
+from search_runs import options as options
 
 from tl_megamoe import metrics
 from tl_megamoe.explorer import search as search_module
 from tl_megamoe.explorer.evidence import confirmed
-from tl_megamoe.explorer.farm import NOT_BUILT, BuildResult
-from tl_megamoe.explorer.protocol import SCREEN_RULES, Block, CandidateFailed, Rules
+from tl_megamoe.explorer.protocol import SCREEN_RULES, Rules
 from tl_megamoe.explorer.report import render
-from tl_megamoe.explorer.screen import Budget
 from tl_megamoe.explorer.search import SearchOptions, run_search, worker_config
 from tl_megamoe.explorer.space import load_space
-from tl_megamoe.explorer.table import RESUME_KEY, TableError, append_rows, read_table
+from tl_megamoe.explorer.table import RESUME_KEY, TableError, append_rows
 from tl_megamoe.explorer.worker import CellInfo, kernel_specs
-from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import PRESETS
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
-
-ROUND = ["routing", "seed", "observation"]
-
-
-@pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SearchOptions:
-    monkeypatch.setattr(search_module.frozen, "lookup", lambda *a, **k: None)
-    return make_options(tmp_path)
-
-
-def make_options(folder: Path) -> SearchOptions:
-    space = folder / "space.toml"
-    space.write_text(SPACE)
-    return SearchOptions(
-        problem=VIEW,
-        tokens=(512,),
-        space=load_space(str(space)),
-        results=folder / "results",
-        capacity=1024,
-        commit="abc",
-    )
-
-
-def run(options: SearchOptions, gpu: FakeGpu | None, tmp_path: Path, **fields: Any) -> Any:
-    name = None if gpu is None else "NVIDIA H200"
-    make = None if gpu is None else (lambda config, control: gpu)
-    return run_search(options, InlineFarm(tmp_path / "reports"), make, name, **fields)
-
-
-def rows_of(options: SearchOptions, device: str = "nvidia-h200") -> pd.DataFrame:
-    return read_table(options.results / device / f"{VIEW.name}.csv")
-
-
-def screened(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame[frame["stage"] == "screen"]
-
 
 # ---- rows
 
@@ -247,7 +209,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from fake_search import FakeGpu, InlineFarm
-from test_search import make_options
+from search_runs import make_options
 from tl_megamoe import frozen
 from tl_megamoe.explorer.search import run_search
 from dataclasses import replace
@@ -303,218 +265,6 @@ def test_a_new_candidate_is_timed_beside_the_default(
     assert {0, 4} >= set(fresh["prefetch"])
     assert fresh[fresh["stage"] == "screen"]["ratio_to_baseline"].notna().all()
     assert default_schedule(VIEW, 512).name in gpu.checked
-
-
-# ---- budget, routings, many GPUs
-
-
-class Clock:
-    """Time that passes with every block."""
-
-    def __init__(self, gpu: FakeGpu):
-        self.gpu = gpu
-
-    def __call__(self) -> float:
-        return 0.1 * self.gpu.blocks
-
-
-def test_a_budget_ends_the_screen_and_is_not_overrun(
-    options: SearchOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    wide = tmp_path / "wide.toml"
-    wide.write_text('[product]\nexperts_per_wave = "divisors"\nrows_in_flight = [1, 2, 3, 4]\n')
-    limited = replace(options, space=load_space(str(wide)), budget_s=4.0, tokens=(16, 512))
-    seen = 0
-    for _ in range(8):  # a budget far below what confirming takes still gets somewhere
-        gpu = FakeGpu()
-        run(limited, gpu, tmp_path, budget=Budget(4.0, Clock(gpu)))
-        now = screened(rows_of(options)).groupby("num_tokens")["candidate"].nunique().sum()
-        assert gpu.blocks < 60
-        if now == seen:
-            break
-        seen = now
-    assert "the budget is spent" in caplog.text
-    assert "too little of the budget is left to confirm" in caplog.text
-    frame = rows_of(options)
-    assert screened(frame).groupby("num_tokens")["candidate"].nunique().min() >= 24
-    assert not (frame["stage"] == "confirm").any()
-    run(replace(limited, budget_s=None), FakeGpu(), tmp_path)
-    frame = rows_of(options)
-    assert not frame.duplicated(list(RESUME_KEY)).any()
-    assert all(confirmed(frame[frame["num_tokens"] == n]) for n in (16, 512))
-
-
-def test_a_budget_leaves_room_to_confirm(options: SearchOptions, tmp_path: Path) -> None:
-    gpu = FakeGpu()
-    limited = replace(options, budget_s=40.0)
-    run(limited, gpu, tmp_path, budget=Budget(40.0, Clock(gpu)))
-    assert confirmed(rows_of(options))
-
-
-# ---- kernels that are missing, a default that fails
-
-
-class PartialFarm(InlineFarm):
-    """A cache that lacks the kernels of some schedules."""
-
-    def __init__(self, folder: Path, lacks: Any):
-        super().__init__(folder)
-        self.lacks = lacks
-
-    def run(self, specs: Any, on_done: Any = None) -> dict[KernelSpec, BuildResult]:
-        out = super().run(specs, on_done)
-        lacks = [key for key in out if self.lacks(key.schedule)]
-        return {**out, **{key: BuildResult(NOT_BUILT) for key in lacks}}
-
-
-@pytest.mark.parametrize("strategy", ["grid", "halving", "optuna"])
-def test_a_candidate_without_a_kernel_is_left_out(
-    options: SearchOptions, tmp_path: Path, strategy: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    if strategy == "optuna":
-        pytest.importorskip("optuna")
-    farm = PartialFarm(tmp_path / "reports", lambda s: s.rows_in_flight == 2)
-    some = replace(options, strategy=strategy, limit=8 if strategy == "optuna" else None)
-    for _ in range(2):
-        run_search(some, farm, lambda c, s: FakeGpu(), "NVIDIA H200")
-    frame = rows_of(options)
-    assert 2 not in set(frame["rows_in_flight"])
-    assert confirmed(frame)
-    if strategy != "optuna":
-        assert "are not prebuilt and are left out" in caplog.text
-
-
-def test_a_cache_without_the_default_is_refused(options: SearchOptions, tmp_path: Path) -> None:
-    farm = PartialFarm(tmp_path / "reports", lambda s: s.stages == 4)
-    gpu = FakeGpu()
-    with pytest.raises(ValueError, match="built-in default .* has no prebuilt kernel"):
-        run_search(options, farm, lambda c, s: gpu, "NVIDIA H200")
-    assert gpu.starts == 0
-
-
-def test_a_kernel_that_is_gone_is_not_asked_for_again(
-    options: SearchOptions, tmp_path: Path
-) -> None:
-    run(replace(options, strategy="grid", confirm_top=0), FakeGpu(), tmp_path)
-    before = len(rows_of(options))
-    farm = PartialFarm(tmp_path / "reports", lambda s: s.rows_in_flight == 2)
-    gpu = FakeGpu()
-    run_search(options, farm, lambda c, s: gpu, "NVIDIA H200")
-    fresh = rows_of(options).iloc[before:]
-    assert 2 not in set(fresh["rows_in_flight"])
-    assert confirmed(rows_of(options))
-
-
-class FailingDefault(FakeGpu):
-    """The default fails in some of its blocks."""
-
-    def __init__(self, blocks: set[int]):
-        super().__init__()
-        self.bad_blocks = blocks
-        self.of_default = 0
-
-    def block(self, name: str) -> Block:
-        if name == default_schedule(VIEW, 512).name:
-            self.of_default += 1
-            if self.of_default in self.bad_blocks:
-                raise CandidateFailed("timeout", "killed")
-        return super().block(name)
-
-
-def test_a_default_that_fails_once_is_tried_again(options: SearchOptions, tmp_path: Path) -> None:
-    run(options, FailingDefault({1}), tmp_path)
-    frame = rows_of(options)
-    ok = screened(frame)
-    ok = ok[ok["status"] == "ok"]
-    # Who ran beside the failure was timed again, beside the default.
-    assert ok.groupby("candidate")["ratio_to_baseline"].count().min() >= 1
-    assert confirmed(frame)[0].schedule.rows_in_flight == 2
-
-
-def test_a_default_that_fails_in_a_confirmation_spoils_that_run_only(
-    options: SearchOptions, tmp_path: Path
-) -> None:
-    run(replace(options, confirm_top=0), FakeGpu(), tmp_path)
-    run(options, FailingDefault({4}), tmp_path)
-    assert not confirmed(rows_of(options))
-    run(options, FakeGpu(), tmp_path)
-    frame = rows_of(options)
-    assert confirmed(frame)
-    assert not frame.duplicated(list(RESUME_KEY)).any()
-
-
-def test_a_default_that_never_runs_confirms_nothing(
-    options: SearchOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run(options, FakeGpu({3: "incorrect"}), tmp_path)
-    assert "nothing can be confirmed beside it" in caplog.text
-    frame = rows_of(options)
-    assert not (frame["stage"] == "confirm").any()
-    assert (frame[frame["status"] == "ok"].groupby("candidate").size() <= 3).all()
-
-
-def test_each_routing_is_a_cell(options: SearchOptions, tmp_path: Path) -> None:
-    both = replace(options, routings={"uniform": "uniform", "zipf:1.2": "zipf:1.2"})
-    gpu = FakeGpu()
-    run(both, gpu, tmp_path)
-    frame = rows_of(options)
-    assert set(frame["routing"]) == {"uniform", "zipf:1.2"}
-    assert {routing for _, routing, _ in gpu.cells} == {"uniform", "zipf:1.2"}
-    mix = {"uniform": 0.7, "zipf:1.2": 0.3}
-    assert confirmed(frame, mix)[0].num_observations == 30
-    # All routings of a token count confirm the same candidates in one run.
-    names = frame[frame["stage"] == "confirm"].groupby("routing")["candidate"].agg(set)
-    assert names["uniform"] == names["zipf:1.2"]
-
-
-def test_routings_that_come_one_after_the_other_are_confirmed_together(
-    options: SearchOptions, tmp_path: Path
-) -> None:
-    run(options, FakeGpu(), tmp_path)
-    both = {"uniform": "uniform", "zipf:1.2": "zipf:1.2"}
-    run(replace(options, routings=both), FakeGpu(), tmp_path)
-    frame = rows_of(options)
-    assert confirmed(frame, {"uniform": 0.7, "zipf:1.2": 0.3})
-    assert run(replace(options, routings=both), FakeGpu(), tmp_path).written == 0
-
-
-class OneLikesEach(FakeGpu):
-    """Either routing has a favourite that is slow in the other; 2 rows are second best in both."""
-
-    def block(self, name: str) -> Block:
-        rows, zipf = self.schedules[name].rows_in_flight, self.cells[-1][1] != "uniform"
-        us = {1: 330.0 if zipf else 240.0, 2: 250.0, 3: 300.0, 4: 240.0 if zipf else 330.0}[rows]
-        return replace(super().block(name), samples_us=(us,) * 20)
-
-
-def test_a_mix_confirms_what_is_good_in_all_its_routings(
-    options: SearchOptions, tmp_path: Path
-) -> None:
-    both = {"uniform": "uniform", "zipf:1.2": "zipf:1.2"}
-    run(replace(options, routings=both, confirm_top=1), OneLikesEach(), tmp_path)
-    found = confirmed(rows_of(options), {"uniform": 1.0, "zipf:1.2": 1.0})
-    assert found[0].schedule.rows_in_flight == 2
-
-
-def test_cells_run_on_several_gpus_at_once(options: SearchOptions, tmp_path: Path) -> None:
-    made: list[FakeGpu] = []
-    both = threading.Barrier(2)
-
-    def make(config: Any, control: Schedule) -> FakeGpu:
-        both.wait(60)  # two are at work before either has taken a piece
-        made.append(FakeGpu(pause_s=0.001))
-        return made[-1]
-
-    farm = InlineFarm(tmp_path / "reports")
-    several = replace(options, tokens=(16, 64, 512, 1024))
-    run_search(several, farm, make, "NVIDIA H200", num_gpus=2)
-    assert len(made) == 2
-    assert all(gpu.closed for gpu in made)
-    assert sorted({t for gpu in made for t in gpu.tokens}) == [16, 64, 512, 1024]
-    frame = rows_of(options)
-    assert not frame.duplicated(list(RESUME_KEY)).any()
-    for tokens in several.tokens:
-        assert confirmed(frame[frame["num_tokens"] == tokens])
 
 
 # ---- Optuna

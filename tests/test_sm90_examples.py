@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from example_modules import serving, swap
 from gpu_cases import real_ranks
-from test_examples import CASES, MOE_LAYERS, serving, swap
+from test_examples import CASES, MOE_LAYERS
 from torch import Tensor
 
 from tl_megamoe import MegaMoE, Problem, reference

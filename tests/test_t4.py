@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_table import row
+from table_rows import row
 
 from tl_megamoe.explorer.t4 import INVALIDITY, add_parser, metadata_of, results_of
 from tl_megamoe.explorer.table import STATUSES, append_rows, read_table
