@@ -128,7 +128,7 @@ def test_one_export(tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_tilelang_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that all save at once into an empty cache, and load from there."""
-    from test_exported import quantize_spec
+    from export_cases import quantize_spec
     from tilelang.jit.adapter.kernel_cache import TVMFFIKernelCache
 
     from tl_megamoe.quantize import compile_program

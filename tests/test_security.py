@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from fake_rows import BASE, VIEW
+from report_rows import result_row, synthetic_rows, write_table
 from test_page import Page
-from test_report import result_row, synthetic_rows, write_table
 
 from tl_megamoe import native
 from tl_megamoe.explorer import bundle
