@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import SMALL, fit
+from gpu_cases import SMALL, SMALL_CAPACITY, fit
 
 from tl_megamoe import ScheduleError, SymmBuffer, residency
 from tl_megamoe.exported import ExportedKernel
@@ -233,7 +233,7 @@ def test_the_binary_of_a_kernel_that_is_compiled_here() -> None:
     """What TVM-FFI gives is the cubin that the module will load: its ELF header says CUDA."""
     from tl_megamoe.kernel import compile_kernel
 
-    kernel = compile_kernel(KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=128))
+    kernel = compile_kernel(KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=SMALL_CAPACITY))
     image, function = residency.binary_of(kernel)
     assert image[:4] == b"\x7fELF"
     assert int.from_bytes(image[18:20], "little") == 190  # EM_CUDA
