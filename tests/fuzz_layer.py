@@ -224,7 +224,11 @@ class Summary:
 
     def __str__(self) -> str:
         launches = 2 * self.kinds.get("cases", Counter())["layer"]
-        out = [f"{self.num_cases} cases", f"{launches} launches", f"{len(self.kernels)} kernels"]
+        out = [
+            f"{self.num_cases} cases",
+            f"{launches} GPU launches",
+            f"{len(self.kernels)} kernels",
+        ]
         for kind, counter in self.kinds.items():
             counts = ", ".join(f"{word} {n}" for word, n in sorted(counter.items()))
             out.append(f"{kind}: {counts}")

@@ -117,6 +117,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[129])
     parser.add_argument("--seconds", type=float, default=60.0, help="start nothing after that")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
     begin, left = time.monotonic(), []
     every = [launch for n in args.tokens for g in args.groups for launch in launches_of(g, n)]
     for name, launch in every:

@@ -231,6 +231,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="start none after that")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: --device cpu soaks the reference")
     begin = time.monotonic()
     found = soak(args.launches, args.seed, args.seconds, args.device)
     told = {

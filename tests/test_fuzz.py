@@ -308,7 +308,7 @@ def test_command_line(
     monkeypatch.setattr(fuzz_layer, "num_sm90_sms", lambda: 0)
     assert main(["--cpu", "--cases", "30", "--seed", str(seed)]) == 0
     out = capsys.readouterr().out
-    assert f"seed {seed}: 30 cases; 0 launches; 0 kernels; cases: " in out
+    assert f"seed {seed}: 30 cases; 0 GPU launches; 0 kernels; cases: " in out
     assert "; 0 failures in " in out
     line = drawn("reference", seed, 1)[0].line
     assert main(["--reproduce", line]) == 0

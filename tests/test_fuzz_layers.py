@@ -59,7 +59,7 @@ def test_right_launches_pass(seed: int) -> None:
     summary = fuzz(cases, fake_worker(), seconds=60)
     assert not summary.failures
     assert len(summary.kernels) > 20
-    assert str(summary).startswith(f"40 cases; 80 launches; {len(summary.kernels)} kernels; ")
+    assert str(summary).startswith(f"40 cases; 80 GPU launches; {len(summary.kernels)} kernels; ")
     assert sum(summary.kinds["ranks"].values()) == 40
 
 

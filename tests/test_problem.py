@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tl_megamoe import PRESETS, Problem, load_problem
+from tl_megamoe.problem import divisors_of
 
 
 def test_flags_name_the_problem() -> None:
@@ -111,3 +112,20 @@ def test_bad_toml(tmp_path: Path, text: str, part: str) -> None:
 def test_unknown_preset_lists_the_known() -> None:
     with pytest.raises(ValueError, match="deepseek-v4-flash, deepseek-v4-pro"):
         load_problem("deepseek")
+
+
+def test_divisors_of_large_numbers() -> None:
+    for n in (1, 2, 12, 36, 97, 384, 1024):
+        assert divisors_of(n) == [d for d in range(1, n + 1) if n % d == 0]
+    assert len(divisors_of(10**12)) == 13 * 13
+    with pytest.raises(
+        ValueError, match="num_ranks=8 does not divide num_experts=1000000000000001"
+    ):
+        Problem(
+            name="absurd",
+            hidden=128,
+            intermediate=128,
+            num_experts=10**15 + 1,
+            num_topk=1,
+            num_ranks=8,
+        )

@@ -38,6 +38,6 @@ def test_what_a_soak_finds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_few_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(soak, "soak", lambda *_: soak.Found(launches=7, rss=[0]))
-    monkeypatch.setattr(sys, "argv", ["soak.py"])
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--device", "cpu"])
     assert soak.main() == 2
     assert json.loads(capsys.readouterr().out)["launches"] == 7
