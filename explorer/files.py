@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,21 +17,28 @@ def replaced_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write under another name, which takes the place of `path` when the block ends.
 
     A process that is killed leaves `<name>.<8 letters>` beside it at most, which nothing reads.
+    What cannot be replaced, as a pipe or /dev/null, is written to; a link stays, and what it names
+    is replaced.
 
     Args:
-        path: the file; its folder is made.
+        path: the file; its folder is made. One that is there keeps its mode.
 
     Raises:
         OSError: it cannot be written; names the file, the reason, and what to do. What was there
             stays.
     """
-    name = ""
+    name, path = "", path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            with path.open("wb") as file:
+                yield file
+            return
+        mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
+        fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name[:200] + ".")
         with os.fdopen(fd, "wb") as file:
             yield file
-            os.fchmod(fd, 0o644)
+            os.fchmod(fd, mode)
             file.flush()
             os.fsync(fd)
         os.replace(name, path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_megamoe.device.walk import first_blocks, walk_order
+from tl_megamoe.frozen import frozen_paths
 from tl_megamoe.layout import make_layout
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
@@ -50,6 +51,10 @@ def explain(
     lines = []
     lines.append(f"schedule  {found.schedule.name}")
     lines.append(f"origin    {found.origin}: {found.message}")
+    known = sorted({path.parent.name for path in frozen_paths(root)})
+    if device not in known:
+        there = ", ".join(known) or "no device"
+        lines.append(f"device    nothing is frozen for {device!r}; there is for {there}")
     if mode == "virtual":
         lines.append(
             f"grid      num_sms is cut to a rank's part, the GPU's SMs // {problem.num_ranks}"
@@ -79,12 +84,12 @@ def _evidence(evidence: dict[str, Any]) -> list[str]:
             parts.append(f"{cell['median_us']:.1f} us")
         if cell.get("ratio_to_floor") is not None:
             parts.append(f"{cell['ratio_to_floor']:.3f} of the floor")
-        if "num_observations" in cell:
+        if cell.get("num_observations") is not None:
             parts.append(
-                f"{cell['num_observations']} observations of {cell['num_seeds']} seeds"
-                + (f", spread {cell['spread']:.2%}" if cell["spread"] else ", the default itself")
+                f"{cell['num_observations']} observations of {cell['num_seeds']} seeds, "
+                + (f"spread {cell['spread']:.2%}" if cell.get("spread") else "the default itself")
             )
-        if "margin" in cell:
+        if cell.get("margin") is not None:
             margin, spread = cell["margin"], cell["margin_spread"]
             word = f"{abs(margin):.2%} {'faster' if margin > 0 else 'slower'} than"
             if abs(margin) <= SPREADS * spread:

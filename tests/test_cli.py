@@ -216,9 +216,12 @@ def test_freeze_then_why(results: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["why", *FLASH, "--tokens", "16", *where]) == 0
     text = capsys.readouterr().out
     assert "origin    default: no frozen schedule" in text
+    assert f"nothing is frozen for {DEVICE!r}; there is for no device" in text
     assert cli.main(["freeze", *FLASH, "--out", str(results), *where]) == 0
     assert "2 entries" in capsys.readouterr().out
     assert len(read_frozen(root / DEVICE / "deepseek-v4-flash.json").entries) == 2
+    assert cli.main(["why", *FLASH, "--tokens", "90", "--device", "h200", *where[2:]]) == 0
+    assert f"nothing is frozen for 'h200'; there is for {DEVICE}" in capsys.readouterr().out
     assert cli.main(["why", *FLASH, "--tokens", "90", "--capacity", "8192", *where]) == 0
     text = capsys.readouterr().out
     assert f"schedule  {FAST.name}" in text

@@ -60,7 +60,8 @@ def test_all_names_are_of_the_package() -> None:
 
 def test_buffer_of_one_process() -> None:
     alignment = get_token_alignment_for_sm90_mega_moe()
-    buffer = get_symm_buffer_for_mega_moe(None, *SIZES, device="cpu", timeout_s=3.0)
+    buffer = get_symm_buffer_for_mega_moe(None, *SIZES, device="cpu", timeout_s=3.0, debug=True)
+    buffer.check_guards()
     assert isinstance(buffer, SymmBuffer)
     assert buffer.capacity % alignment == 0
     assert 100 <= buffer.capacity < 100 + alignment

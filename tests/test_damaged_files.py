@@ -75,6 +75,25 @@ def test_absurd_values_in_a_frozen_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "cells",
+    [
+        *(5, "x", [3], [{}], [{"num_tokens": "64"}]),
+        [{"num_tokens": 64, "num_observations": 2}],
+        [{"num_tokens": 64, "median_us": "fast"}],
+        [{"num_tokens": 64, "margin": 0.1, "margin_spread": 0.1}],
+    ],
+)
+def test_evidence_that_cannot_be_read(tmp_path: Path, cells: object) -> None:
+    path = frozen_in(tmp_path)
+    data = json.loads(path.read_text())
+    data["entries"][0]["cells"] = cells
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"entries\[0\]\.cells=.* must (be|have) ") as caught:
+        read_frozen(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "text",
     ["", "null", "[1]", DEEP, '{"schema": 1' + DEEP, "\udcff", '{"schema": ' + "9" * 5000 + "}"],
     ids=["empty", "null", "list", "deep", "deep value", "no UTF-8", "a long number"],

@@ -266,3 +266,14 @@ def test_virtual_ranks_are_looked_at_when_all_are_launched(
     assert told.value.offset == end
     group.run(lambda _: None)  # nothing was launched
     assert not any(made.debug is not None and made.debug.due for made in buffers)
+
+
+def test_the_host_memory_of_the_checks_is_on_the_host() -> None:
+    """Whatever torch's default device is."""
+    with torch.device("meta"):
+        made = SymmBuffer(SMALL, CAPACITY, device="cpu", debug=True)
+        made.check_guards()
+    at, _ = made.layout.guards["x"]
+    made.raw[at] = 0
+    with pytest.raises(BufferOverwrittenError):
+        made.check_guards()

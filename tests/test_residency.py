@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,18 @@ def test_a_virtual_rank_has_its_share(state: State, buffer: SymmBuffer) -> None:
     buffer.num_sms = 66
     with pytest.raises(ScheduleError, match="66 blocks can be resident"):
         check_resident(exported(), buffer)
+
+
+def test_virtual_ranks_run_at_once(state: State, buffer: SymmBuffer) -> None:
+    schedule = replace(SCHEDULE, num_sms=66, experts_per_wave=4)
+    spec = replace(SPEC, problem=replace(SMALL, num_ranks=2), schedule=schedule)
+    made = exported()
+    made.spec = spec
+    buffer.rank_mode, buffer.num_sms = "virtual", 66
+    check_resident(made, buffer)
+    state.sms = 66
+    with pytest.raises(ScheduleError, match="33 blocks can be resident"):
+        check_resident(made, buffer)
 
 
 @pytest.mark.parametrize("change", [{"blocks": 0}, {"limit": 100_000}], ids=["blocks", "limit"])

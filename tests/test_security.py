@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -66,8 +67,8 @@ WRITERS = {
     "tl_megamoe/kernel.py": 1,
     "explorer/bundle.py": 1,
     "explorer/doctor.py": 1,
-    # The one place that replaces files, and appended lines under a lock.
-    "explorer/files.py": 2,
+    # The one place that replaces files, or writes to pipes; and appended lines under a lock.
+    "explorer/files.py": 3,
     "explorer/table.py": 2,
     # Cuts a torn line off.
     "explorer/strategy.py": 1,
@@ -213,7 +214,7 @@ def test_a_cache_that_others_may_fill_is_refused(
 ) -> None:
     root = tmp_path / "cache"
     message = {
-        "open": r"mode 0777: everybody can put code there.*chmod o-w it, or set TILELANG_CACHE_DIR",
+        "open": r"mode 0777: everybody can put code there.*Remove the folder, or set TILELANG",
         "foreign": r"belongs to user \d+, and this process runs as user 4242.*Change its owner",
         "file": r"cannot be made: .*cache: File exists\. Put that right, or set TILELANG",
         "under a file": r"cannot be made: .*cache/x: Not a directory\. Put that right",
@@ -245,6 +246,38 @@ def test_a_cache_that_others_may_fill_is_refused(
     with pytest.raises(ValueError, match=message):
         bundle.use_cache(archive)
     monkeypatch.undo()
+
+
+def test_a_process_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TILELANG_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ValueError, match="no home directory .*Set TILELANG_CACHE_DIR"):
+        native.private_cache()
+
+
+def test_a_module_of_another_user_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    built: list[Path] = []
+
+    def build(path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"ours")
+        built.append(path)
+
+    monkeypatch.setattr(native, "build_native", build)
+    path = native.cached_native()
+    assert native.cached_native() == path
+    assert len(built) == 1
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    os.chown(path, 4321, -1)
+    native.cached_native()
+    assert len(built) == 2
 
 
 def test_root_owns_what_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,7 @@ def get_symm_buffer_for_mega_moe(
     device: torch.device | str | None = None,
     timeout_s: float = 60.0,
     recipe: RecipeLike = None,
+    debug: bool = False,
 ) -> SymmBuffer:
     """This rank's buffer; all ranks of `group` call it.
 
@@ -125,7 +126,7 @@ def get_symm_buffer_for_mega_moe(
         activation: `swiglu`.
         mma_type: `fp8xfp8` or None.
         num_shared_experts: 0.
-        device, timeout_s, recipe: as for `SymmBuffer`.
+        device, timeout_s, recipe, debug: as for `SymmBuffer`.
 
     Raises:
         ValueError: an argument is wrong, or differs between the ranks; raised on all of them.
@@ -149,8 +150,10 @@ def get_symm_buffer_for_mega_moe(
             exchange_cards(bare_card(error), group)
         raise
     if group is None:
-        return SymmBuffer(problem, capacity, device, timeout_s, recipe=recipe)
-    return SymmBuffer.from_process_group(problem, capacity, group, device, timeout_s, recipe=recipe)
+        return SymmBuffer(problem, capacity, device, timeout_s, recipe=recipe, debug=debug)
+    return SymmBuffer.from_process_group(
+        problem, capacity, group, device, timeout_s, recipe=recipe, debug=debug
+    )
 
 
 get_symm_buffer_for_sm90_mega_moe = get_symm_buffer_for_mega_moe

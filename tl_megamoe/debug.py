@@ -55,9 +55,13 @@ class BufferDebug:
         self._guards = guards
         pinned = buffer.device.type == "cuda"
         total = sum(length for _, length in guards.values())
-        self._found = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+        # On the host whatever torch's default device is.
+        self._found = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._routes = torch.empty(
-            buffer.topk_idx.shape, dtype=buffer.topk_idx.dtype, pin_memory=pinned
+            buffer.topk_idx.shape,
+            dtype=buffer.topk_idx.dtype,
+            device="cpu",
+            pin_memory=pinned,
         )
         self.fill_guards()
         buffer.poison(local=True)  # loads the kernels that fill

@@ -33,6 +33,7 @@ from .manifest import (
     KernelFile,
     Manifest,
     ModuleFile,
+    check_notes,
     command_of,
     file_name,
     is_export,
@@ -83,6 +84,7 @@ def export_kernels(
 
     Raises:
         ValueError: `out` is something else than the above.
+        TypeError: `notes` hold a `num_shared` that is no integer.
         RuntimeError: nvcc failed, or the C++ compiler, of which there may be none; the message
             holds its output.
         OSError: the folder cannot be written; names it. What was there stays.
@@ -92,6 +94,7 @@ def export_kernels(
     wanted: list[KernelSpec | QuantizeSpec] = [*specs, *quantize_specs]
     for spec in wanted:
         todo.setdefault(file_name(kind_of(spec), spec_values(spec)), spec)
+    check_notes(notes or {})
     try:
         return _export(out, todo, notes or {}, on_kernel)
     except OSError as error:

@@ -35,6 +35,12 @@ MAX_SHOWN = 600
 NOT_DEVICES = ("model", "space")
 """Folders beside those of the devices: fitted constants of the cost model, search spaces."""
 _PROBLEM_FIELDS = ("hidden", "intermediate", "num_experts", "num_topk")
+_CELL_NUMBERS = (
+    *("median_us", "ratio_to_floor", "num_observations", "num_seeds"),
+    *("spread", "margin", "margin_spread"),
+)
+_CELL_TOGETHER = {"num_observations": ("num_seeds",), "margin": ("margin_spread", "runner_up")}
+"""Of the evidence of one token count: what is a number or null, and what needs what."""
 _said: set[tuple[Any, ...]] = set()
 
 
@@ -161,6 +167,23 @@ def _short(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+def _bad_cell(cells: Any) -> str:
+    """What rule the evidence of an entry breaks, as `why` and `freeze` read it; empty if none."""
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        return "must be a list of objects"
+    for cell in cells:
+        if not _is_count(cell.get("num_tokens"), MAX_TOKENS):
+            return f"must have num_tokens, a positive integer up to {MAX_TOKENS}, in each object"
+        for name in _CELL_NUMBERS:
+            number = cell.get(name)
+            if type(number) not in (int, float, type(None)):
+                return f"must have numbers in {name}"
+        for name, others in _CELL_TOGETHER.items():
+            if cell.get(name) is not None and any(cell.get(other) is None for other in others):
+                return f"must have {' and '.join(others)} beside {name}"
+    return ""
+
+
 @lru_cache(maxsize=64)
 def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
     def wrong(field: str, found: Any, rule: str) -> ValueError:
@@ -221,6 +244,8 @@ def _read(path: Path, mtime_ns: int, size: int) -> FrozenFile:
             raise wrong(
                 f"{at}.schedule", fields, f"is not a schedule: {str(error)[:MAX_SHOWN]}"
             ) from error
+        if bad := _bad_cell(values.get("cells", [])):
+            raise wrong(f"{at}.cells", values["cells"], bad)
         ranks, mode, most = (values.pop(n) for n in ("num_ranks", "rank_mode", "max_tokens"))
         parsed.append(FrozenEntry(ranks, mode, most, schedule, values))
     return FrozenFile(path, name, sizes, device, tuple(parsed))

@@ -218,13 +218,22 @@ def read_manifest(folder: Path) -> Manifest:
             raise TypeError("functions and sha256 must be texts")
         if not all(type(n) is int for n in (manifest.native.size, *(k.size for k in kernels))):
             raise TypeError("sizes must be integers")
-        if type(manifest.notes.get("num_shared", 0)) is not int:
-            raise TypeError("notes.num_shared must be an integer")
+        check_notes(manifest.notes)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a manifest of schema {SCHEMA}: {error}. {again}") from error
     if wrong:
         raise ValueError(f"{path}: {wrong[0]!r} is not the name of a module. {again}")
     return manifest
+
+
+def check_notes(notes: Mapping[str, Any]) -> None:
+    """Refuse what a reader of the manifest would.
+
+    Raises:
+        TypeError: `num_shared` is there and no integer.
+    """
+    if type(notes.get("num_shared", 0)) is not int:
+        raise TypeError(f"notes.num_shared={notes['num_shared']!r} must be an integer")
 
 
 def command_of(notes: Any, folder: Path) -> str:

@@ -163,14 +163,22 @@ def cache_root() -> Path:
 def private_cache() -> Path:
     """The cache folder, made for this user alone (0700) where there is none.
 
-    Kernels are native code that is loaded from it, so a folder in which somebody else can put files
-    is refused. Call it before tilelang is imported, which makes the folder for everyone to read.
+    Kernels are native code that is loaded from it, so a folder that is another user's, or that
+    everybody may write to, is refused; a group that may write to it is trusted, and so are the
+    folders above it. Call it before tilelang is imported, which makes the folder for everyone to
+    read.
 
     Raises:
         ValueError: the folder cannot be made, belongs to another user than this one or root, or
-            everybody may write to it.
+            everybody may write to it; or there is neither TILELANG_CACHE_DIR nor a home.
     """
-    root = cache_root()
+    try:
+        root = cache_root()
+    except RuntimeError as error:
+        raise ValueError(
+            f"kernel cache: this process has no home directory ({error}). Set TILELANG_CACHE_DIR "
+            "to a folder of its own"
+        ) from error
     subject = f"kernel cache {root} (TILELANG_CACHE_DIR, or ~/.tilelang/cache)"
     instead = "set TILELANG_CACHE_DIR to a folder of your own"
     try:
@@ -190,7 +198,7 @@ def private_cache() -> Path:
     if found.st_mode & stat.S_IWOTH:
         raise ValueError(
             f"{subject} has mode {stat.S_IMODE(found.st_mode):04o}: everybody can put code there, "
-            f"which this process would load. chmod o-w it, or {instead}."
+            f"which this process would load, and may have. Remove the folder, or {instead}."
         )
     return root
 
@@ -237,7 +245,7 @@ def _include_folders() -> set[str]:
 
 
 def cached_native() -> Path:
-    """The module in tilelang's cache folder, compiled if it is not there or not whole.
+    """The module in tilelang's cache folder, compiled if it is not there, another's or not whole.
 
     Raises:
         RuntimeError: as `build_native`.
@@ -247,7 +255,8 @@ def cached_native() -> Path:
     path = private_cache() / "tl_megamoe" / f"native-{source_digest()}.so"
     checksum = path.with_suffix(".sha256")
     try:
-        if checksum.read_text() == hashlib.sha256(path.read_bytes()).hexdigest():
+        ours = path.stat().st_uid in (0, os.geteuid())
+        if ours and checksum.read_text() == hashlib.sha256(path.read_bytes()).hexdigest():
             return path
     except (OSError, UnicodeDecodeError):
         pass  # not there yet, or half of it

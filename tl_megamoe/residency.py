@@ -82,6 +82,8 @@ def check_resident(kernel: CompiledKernel, buffer: SymmBuffer) -> None:
         found = _known.get(key) or occupancy(image, function, schedule.threads, smem, index)
         _known[key] = found
         num_sms = context_sms(index)
+        if num_sms is not None and buffer.rank_mode == "virtual":
+            num_sms //= spec.problem.num_ranks  # the ranks run at once
     except DriverError as error:
         logger.info("%s: not known whether all blocks are resident: %s", schedule.name, error)
         return
