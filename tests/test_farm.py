@@ -119,7 +119,7 @@ def test_every_outcome_has_its_status(
     assert "812 bytes" in got[SPILLS].reason
     assert "C7510" in got[SERIALISES].reason
     assert sorted(map(hash, seen)) == sorted(map(hash, results))
-    assert not is_running(int(pid.read_text()))  # its subprocess died with it
+    assert wait_until_gone(int(pid.read_text()))  # its subprocess died with it
     assert capfd.readouterr().out == ""  # what compilers print stays off stdout
 
 
