@@ -295,14 +295,9 @@ def open_rank_sets(config: WorkerConfig, device: str) -> list[Ranks]:
     """
     problem, capacity = config.problem, config.capacity
     options: dict[str, Any] = {"timeout_s": KERNEL_TIMEOUT_S, "recipe": config.recipe}
-    if config.rank_mode == "real":
+    if config.rank_mode != "virtual":
         return [
-            open_ranks(problem, capacity, mode="real", device=device, **options)
-            for _ in range(NUM_SETS)
-        ]
-    if config.rank_mode == "one":
-        return [
-            OneRank(problem, {0: SymmBuffer(problem, capacity, device, **options)})
+            open_ranks(problem, capacity, mode=config.rank_mode, device=device, **options)
             for _ in range(NUM_SETS)
         ]
     group = VirtualGroup(problem.num_ranks, device)

@@ -27,13 +27,14 @@ from tl_megamoe.weights import transform_weights
 
 from . import gpu_state
 from .farm import quiet_tilelang
-from .messages import STAGES as STAGES
-from .messages import CellInfo as CellInfo
-from .messages import CheckResult as CheckResult
-from .messages import WorkerConfig as WorkerConfig
-from .messages import kernel_specs as kernel_specs
-from .messages import merge_checks
-from .messages import phases_of as phases_of
+from .messages import (
+    STAGES,
+    CellInfo,
+    CheckResult,
+    WorkerConfig,
+    kernel_specs,
+    merge_checks,
+)
 from .places import no_room_at_once
 from .protocol import NUM_SETS, Block, CudaBench, Rules
 from .ranks import RankFailed, Ranks, open_rank_sets

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tl_megamoe.explorer.farm import BuildResult, Farm, ReportCache, classify
+from tl_megamoe.explorer.messages import CellInfo, CheckResult
 from tl_megamoe.explorer.protocol import Block, CandidateFailed, GpuState, Rules
-from tl_megamoe.explorer.worker import CellInfo, CheckResult
 from tl_megamoe.kernel import KernelReport, KernelSpec
 from tl_megamoe.problem import PRESETS
 from tl_megamoe.schedule import Schedule

@@ -25,6 +25,7 @@ from test_real_ranks import (
     WRONG_ON_1,
     CpuBench,
     MeetingKernel,
+    all_know,
     cpu_sets,
     schedule,
 )
@@ -221,13 +222,7 @@ def test_unfused_over_two_ranks_beside_ours(bench: RemoteBench) -> None:
 def test_what_a_phase_does_wrong_on_one_rank_all_know(
     bench: RemoteBench, behaviour: int, status: str, reason: str
 ) -> None:
-    bench.cell(16, "uniform", 5)
-    found = bench.check("unfused", schedule(behaviour))
-    assert (found.status, found.context_lost) == (status, False), found
-    assert found.reason.startswith("rank 1: ")
-    assert reason in found.reason
-    assert bench.check("unfused", schedule(RIGHT)).status == "ok"  # they are in step
-    assert bench.recheck("unfused").status == "ok"
+    all_know(bench, ("unfused", "unfused"), behaviour, status, reason)
 
 
 def test_a_baseline_that_one_rank_cannot_prepare(bench: RemoteBench) -> None:

@@ -12,8 +12,8 @@ from tl_megamoe.explorer import measure as module
 from tl_megamoe.explorer import real_ranks
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
 from tl_megamoe.explorer.measure import GpuUnusable, RemoteBench
+from tl_megamoe.explorer.messages import CellInfo, CheckResult, WorkerConfig
 from tl_megamoe.explorer.protocol import SCREEN_RULES, CandidateFailed
-from tl_megamoe.explorer.worker import CellInfo, CheckResult, WorkerConfig
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from table_rows import row
 
 from tl_megamoe.explorer import model
 from tl_megamoe.explorer.constants import BUILT_IN, Constants, constants_path, load_constants
@@ -40,32 +41,23 @@ def rows_of(
         us = predict(problem, schedule, tokens, constants=constants).total_us
         noise = 1 + 0.003 * math.sin(7 * number + tokens)
         rows.append(
-            {
-                "problem": problem.name,
-                "num_tokens": tokens,
-                "num_ranks": 8,
-                "rank_mode": "one",
-                "routing": "uniform",
-                "seed": 0,
-                "stage": "screen",
-                "observation": 0,
-                "candidate": schedule.name,
-                "phase": "fused",
-                "recipe": "exact-128",
-                "status": "ok",
-                "source": "measured",
-                "median_us": us * card * noise,
-                "hidden": problem.hidden,
-                "intermediate": problem.intermediate,
-                "num_local_experts": problem.num_local_experts,
-                "num_topk": problem.num_topk,
-                "capacity": 8192,
-                **schedule.to_dict(),
-                "device": DEVICE,
-                "kernel": "abc",
-                "commit": "1234567",
-                **changes,
-            }
+            row(
+                **{
+                    "problem": problem.name,
+                    "num_tokens": tokens,
+                    "candidate": schedule.name,
+                    "median_us": us * card * noise,
+                    "hidden": problem.hidden,
+                    "intermediate": problem.intermediate,
+                    "num_local_experts": problem.num_local_experts,
+                    "num_topk": problem.num_topk,
+                    "capacity": 8192,
+                    **schedule.to_dict(),
+                    "device": DEVICE,
+                    "commit": "1234567",
+                    **changes,
+                }
+            )
         )
     return rows
 

@@ -9,8 +9,8 @@ from fake_search import VIEW
 
 from tl_megamoe.explorer.child import Child, ChildDied, ChildError, ChildTimeout
 from tl_megamoe.explorer.measure import GpuUnusable, RemoteBench
+from tl_megamoe.explorer.messages import CellInfo, CheckResult, WorkerConfig
 from tl_megamoe.explorer.protocol import Block, Measurement, run_rounds
-from tl_megamoe.explorer.worker import CellInfo, CheckResult, WorkerConfig
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
 

@@ -21,7 +21,7 @@ from tl_megamoe import reference
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
 from tl_megamoe.explorer.gpu_state import card_id
 from tl_megamoe.explorer.measure import RemoteBench
-from tl_megamoe.explorer.messages import merge_checks
+from tl_megamoe.explorer.messages import CellInfo, CheckResult, WorkerConfig, merge_checks
 from tl_megamoe.explorer.protocol import (
     Block,
     CudaBench,
@@ -39,7 +39,7 @@ from tl_megamoe.explorer.real_ranks import (
     make_real_worker,
     spawn_real_ranks,
 )
-from tl_megamoe.explorer.worker import CellInfo, CheckResult, Worker, WorkerConfig
+from tl_megamoe.explorer.worker import Worker
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
@@ -344,13 +344,21 @@ class _Together(RealRanks):
 def test_what_one_rank_does_wrong_all_know(
     bench: RemoteBench, behaviour: int, status: str, reason: str
 ) -> None:
+    all_know(bench, ("bad", "good"), behaviour, status, reason)
+
+
+def all_know(
+    bench: RemoteBench, names: tuple[str, str], behaviour: int, status: str, reason: str
+) -> None:
+    """What rank 1 does wrong under the first name is told; the second is right after it."""
+    bad, good = names
     bench.cell(16, "uniform", 5)
-    found = bench.check("bad", schedule(behaviour))
+    found = bench.check(bad, schedule(behaviour))
     assert (found.status, found.context_lost) == (status, False), found
     assert found.reason.startswith("rank 1: ")
     assert reason in found.reason
-    assert bench.check("good", schedule(RIGHT)).status == "ok"  # they are in step
-    assert bench.recheck("good").status == "ok"
+    assert bench.check(good, schedule(RIGHT)).status == "ok"  # they are in step
+    assert bench.recheck(good).status == "ok"
 
 
 def test_a_result_that_moves_on_one_rank(bench: RemoteBench) -> None:

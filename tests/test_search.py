@@ -20,12 +20,12 @@ from search_runs import options as options
 from tl_megamoe import metrics
 from tl_megamoe.explorer import search as search_module
 from tl_megamoe.explorer.evidence import confirmed
+from tl_megamoe.explorer.messages import CellInfo, kernel_specs
 from tl_megamoe.explorer.protocol import SCREEN_RULES, Rules
 from tl_megamoe.explorer.report import render
 from tl_megamoe.explorer.search import SearchOptions, run_search, worker_config
 from tl_megamoe.explorer.space import load_space
 from tl_megamoe.explorer.table import RESUME_KEY, TableError, append_rows
-from tl_megamoe.explorer.worker import CellInfo, kernel_specs
 from tl_megamoe.problem import PRESETS
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule

@@ -14,9 +14,10 @@ from tl_megamoe import reference
 from tl_megamoe.buffer import MegaMoeTimeout
 from tl_megamoe.explorer import worker as module
 from tl_megamoe.explorer.measure import RemoteBench
+from tl_megamoe.explorer.messages import STAGES, WorkerConfig
 from tl_megamoe.explorer.protocol import SCREEN_RULES, Block, Measurement, Rules, run_rounds
 from tl_megamoe.explorer.ranks import Ranks
-from tl_megamoe.explorer.worker import STAGES, Worker, WorkerConfig, make_worker
+from tl_megamoe.explorer.worker import Worker, make_worker
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import ALL_RECIPES, Recipe

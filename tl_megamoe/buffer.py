@@ -18,7 +18,6 @@ from torch.utils.dlpack import from_dlpack
 
 from .arguments import check_timeout, copy_inputs
 from .debug import BufferDebug
-from .debug import BufferOverwrittenError as BufferOverwrittenError
 from .devices import allocate, pick_device
 from .exported import ExportedKernels
 from .handshake import bare_card, check_multicast_off, exchange_cards, in_step, own_card

@@ -38,7 +38,7 @@ from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
 
 from ..farm import kernel_digest
-from ..worker import STAGES
+from ..messages import STAGES
 from .base import Layer, Prepared, Tolerance, no_gpu
 
 TESTED = "torch 2.11.0, NVIDIA H200, 2026-11-29"

@@ -12,11 +12,15 @@ FLAGS, joined by +, are those of ablation.patch and need commit 1ab62c3 with tha
     samew, samea      every block loads the same weights, the same rows (wrong results)
     nofillb, nofilla  no loads of weights, of rows (wrong results)
 
+rs and ss are flags of rows_split.patch on b64b067: warpgroups split rows, with A from registers or
+from shared memory. prefetch_ring.patch is for a195d07 and has none. PROBLEM names another preset.
+
 Fused variants are compared with the reference and with the first one, to the bit.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -31,7 +35,7 @@ from tl_megamoe.problem import PRESETS
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule
 
-PROBLEM = PRESETS["deepseek-v4-flash"].one_rank()
+PROBLEM = PRESETS[os.environ.get("PROBLEM", "deepseek-v4-flash")].one_rank()
 CAPACITY = 8192
 PHASES = ("dispatch", "linear1", "linear2")
 
