@@ -13,6 +13,7 @@ import fuzz_routes
 import fuzz_stages
 import fuzz_truth
 import gpu_cases
+import gpu_kernels
 import pytest
 import torch
 from fake_kernels import FakeKernel, fake_layer, loop_ranks
@@ -315,7 +316,7 @@ def test_errors_of_wgmma_pass_and_another_recipe_does_not(
 
 
 def prebuilt() -> list[Case]:
-    """Kernels that other sm90 tests launch too: `gpu_cases` builds them."""
+    """Kernels that other sm90 tests launch too: `gpu_kernels` builds them."""
     small, capacity = gpu_cases.SMALL, gpu_cases.SMALL_CAPACITY
     every, ranks = gpu_cases.variants(small), gpu_cases.WRAPS
     cases = [Case.of(small, schedule, capacity) for schedule in every.values()]
@@ -329,7 +330,7 @@ def prebuilt() -> list[Case]:
 
 
 def test_kernels_of_the_short_gpu_run_are_built_with_the_others() -> None:
-    built = {spec.key() for spec in gpu_cases.specs()}
+    built = {spec.key() for spec in gpu_kernels.specs()}
     cases = prebuilt()
     assert {case.spec.key() for case in cases} <= built
     assert {case.num_ranks for case in cases} == {1, gpu_cases.WRAPS.num_ranks}

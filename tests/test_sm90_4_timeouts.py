@@ -32,10 +32,11 @@ BOTH = ("l1_arrival_count", "l2_arrival", "pool_ring", "intermediate_ring")
 RUNS = [(case, "wide128") for case in CASES] + [(case, "pingpong") for case in BOTH]
 
 
-def provoke(run: tuple[str, str]) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).with_name("gpu_timeouts.py")
+def provoke(
+    run: tuple[str, str], script: str = "gpu_timeouts.py"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(script), *run],
+        [sys.executable, str(Path(__file__).with_name(script)), *run],
         capture_output=True,
         text=True,
         timeout=180,
@@ -175,3 +176,24 @@ def test_rows_of_the_intermediate_that_do_not_become_free(runs: Any, schedule: s
     assert told["expert"] == last
     assert told["have"] == STUCK_COUNT + told["want"]
     assert "waits for linear2 to free its ring rows" in told["message"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "blocks", "told"),
+    [
+        ("0,49,98,147", "3,2,1,0", {2, 3}),
+        ("0,60,120,180", "3,2,1,0", {3}),
+        ("0,10,20,30", "3,2,1,0", {0}),
+        ("0,0,0,0", "3,0,2,1", {0}),
+        ("0,49,98,147", "0,1,2,3", {0}),
+    ],
+)
+def test_waits_that_time_out_one_after_the_other(bounds: str, blocks: str, told: set[int]) -> None:
+    """One of them tells, whatever is between; within 50 ms the lowest block does."""
+    run = provoke((bounds, blocks), "gpu_waits.py")
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert "illegal memory access" in found["error"]
+    (slot,) = found["reports"]
+    assert (slot["tag"], slot["have"], slot["want"]) == (5, 0, 1)
+    assert slot["pool_block"] in told
