@@ -307,9 +307,12 @@ class Block:
             yield None
             turns.end(self.multiply_turn)
             yield from turns.begin(self.finish_turn)
-            units = self.units(task, wg, turns.rows)
+            share = self.share(task, wg, turns.rows)
+            units = [(share.half[q], range(share.a_row, share.a_row + 64)) for q in share.units]
             if task.phase == 1:
-                yield from self.finish(task, wg, units, rows, report)
+                if share.splits_columns:
+                    yield from self.amax.sync(wg)
+                yield from self.finish(task, units, rows, report)
             else:
                 yield from self.scatter(task, units, rows)
             turns.end(self.finish_turn)
@@ -345,24 +348,20 @@ class Block:
                 turns.step += 1
         return rows
 
-    def units(self, task: Task, wg: int, valid: int) -> list[tuple[int, range]]:
-        """Units of a tile that a warpgroup multiplies: (half of the columns, rows of the block)."""
-        share = Share.of(self.plan.schedule, task.phase, wg)
-        units = share.of_rows(share.units, self.tile_rows(task, valid))
-        return [(share.half[q], range(share.a_row[q], share.a_row[q] + 64)) for q in units]
+    def share(self, task: Task, wg: int, valid: int) -> Share:
+        """What a warpgroup multiplies of a tile."""
+        return Share.of(self.plan.schedule, task.phase, wg, self.tile_rows(task, valid))
 
     def finish(
         self,
         task: Task,
-        wg: int,
         units: list[tuple[int, range]],
         sources: list[Row],
         report: Report,
     ) -> Agent:
+        """Store the rows of `units`: (half of the columns, rows of the block)."""
         plan, rank, ring = self.plan, self.rank, self.plan.ring_blocks
         s, block = plan.schedule, task.block
-        if Share.of(s, 1, wg).splits_columns:
-            yield from self.amax.sync(wg)
         if plan.ring_wraps and block >= ring:
             wanted = s.linear2_tiles(plan.problem) * plan.groups2
             check(

@@ -209,11 +209,6 @@ class Schedule:
         return 32 * self.dispatch_warps
 
     @property
-    def m_halves(self) -> int:
-        """64-row WGMMA tiles of a block."""
-        return self.block_m // 64
-
-    @property
     def max_block_n(self) -> int:
         return max(self.linear1_block_n, self.linear2_block_n)
 
@@ -248,7 +243,7 @@ class Schedule:
             "ring_b": self.stages * self.max_block_n * BLOCK_K,
             "ring_a_sf": self.stages * scales * self.block_m * 4,
             "staging": STAGING_BYTES,
-            "amax": 2 * 2 * self.block_m * 4,
+            "amax": 2 * 2 * 64 * 4,
             "scales": 2 * scales * self.block_m * 4,
             "tables": 4 * tables,
             "barriers": 8 * (2 * self.stages + self.row_slots + self.task_slots),

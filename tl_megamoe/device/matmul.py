@@ -5,18 +5,23 @@ multiplied into `raw` and then promoted: total += raw * (row scale * weight scal
 an activation scale, a K block is two such products. The first 64 of the 128 columns are gate in
 linear1 and the left half of the columns in linear2, the others are up and the right half.
 
-warpgroups        units of a warpgroup            A rows of unit q     128-row block of B
-columns split     block_m / 64, one K loop        64 q                 the warpgroup's
-rows split        one a K loop                    64 by warpgroup      the only one
-pingpong          2, one K loop, own tile         all 64               q
+tile          units of a warpgroup         A rows of its units   128-row block of B of unit q
+128 x 256     2, one K loop                64 by warpgroup       q
+ 64 x 256     1                            all 64                the warpgroup's
+128 x 128     1 a K loop                   64 by warpgroup       the only one
+pingpong      2, one K loop, own tile      all 64                q
 
-Where the warpgroups split columns, a block with at most 64 rows is multiplied as one unit.
+A block of 128 rows that holds at most 64 is multiplied as a tile of 64 rows, where block_n is 256.
 
 Accumulators are plain arrays in WGMMA's register order and the product is a helper, not
 `T.wgmma_gemm`: beside the FFMAs of the promotion every other instruction of the K loop costs clock
 at the power limit (DESIGN.md, "Measuring"), and TileLang's takes its descriptors apart and together
-again for each of the eight WGMMAs of a K block. One raw accumulator: with two in flight in one
-warpgroup ptxas serialises WGMMA (C7514).
+again for each of the eight WGMMAs of a K block. One raw accumulator: a second one would need
+registers that the totals have.
+
+While a warpgroup promotes, the tensor cores have only the other one's product to work on, and that
+ends first: whatever stands between a product's end and the next one's start costs. So the next K
+block's operands are addressed, and its barrier is looked at, under the last product of a K block.
 """
 
 from __future__ import annotations
@@ -73,6 +78,12 @@ TLMM_DEV void tlmm_product(float* raw, unsigned a, unsigned b) {
     if (i == FIRST) tlmm_wgmma<false, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2);
     else tlmm_wgmma<true, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2); }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Whether a phase of a barrier is complete. It orders what the barrier brings like a wait does, and does not wait.
+TLMM_DEV int tlmm_is_complete(const void* bar, int parity) {
+  int done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+    : "=r"(done) : "r"(tlmm_smem(bar)), "r"(parity) : "memory");
+  return done; }
 TLMM_DEV float tlmm_lane_value(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane & 31); }
 // The product is in `raw`: named as operands, else the compiler reads them before the wait.
 TLMM_DEV void tlmm_wait_product(float* raw) {
@@ -92,8 +103,9 @@ TLMM_DEV void tlmm_row_maxima(const float* half, float* amax) {
     low = fmaxf(low, __shfl_xor_sync(0xffffffffu, low, lane));
     high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, lane)); }
   amax[0] = low; amax[1] = high; }
-// Below, the lane is read by volatile assembly: from threadIdx the compiler computes the staging addresses once for
-// all tiles, keeps them under the K loops and spills (10 registers in pingpong mode).
+// Below, and at the edges of a tile, lane and thread are read by volatile assembly: from threadIdx the compiler
+// computes addresses once for all tiles, keeps them under the K loops and spills (10 registers in pingpong mode).
+TLMM_DEV int tlmm_thread() { int thread; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread)); return thread; }
 TLMM_DEV unsigned tlmm_lane() { unsigned lane; asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)); return lane; }
 // The 16 rows x 64 columns of a warp as e4m3 into 1 KiB: rows of 64 bytes, whose 16-byte chunks are swizzled by row
 // pair, as a WGMMA operand wants them.
@@ -137,38 +149,47 @@ class Share:
 
     Attributes:
         loops: units of each K loop.
-        a_row: first A row of each unit, also its first row within the tile.
+        a_row: first A row of its units, also their first row within the tile.
         b_block: 128-row block of B of each unit.
         half: which half of the tile's columns each unit holds.
         splits_columns: whether the other warpgroup holds the other columns of the same rows.
     """
 
     loops: tuple[tuple[int, ...], ...]
-    a_row: tuple[int, int]
-    b_block: tuple[int, int]
-    half: tuple[int, int]
+    a_row: int
+    b_block: tuple[int, ...]
+    half: tuple[int, ...]
     splits_columns: bool
 
     @classmethod
-    def of(cls, schedule: Schedule, linear: int, wg: int) -> Share:
-        """The share of warpgroup `wg` in a tile of linear1 or linear2 (`linear` is 1 or 2)."""
+    def of(cls, schedule: Schedule, linear: int, wg: int, rows: int) -> Share:
+        """The share of warpgroup `wg` in a tile of `rows` rows of linear1 or linear2 (`linear` is 1
+        or 2)."""
         if schedule.pingpong:
-            return cls(((0, 1),), (0, 0), (0, 1), (0, 1), False)
+            return cls(((0, 1),), 0, (0, 1), (0, 1), False)
         block_n = schedule.linear1_block_n if linear == 1 else schedule.linear2_block_n
+        if block_n == 256 and rows == 64:
+            return cls(((0,),), 0, (wg,), (wg,), True)
         if block_n == 256:
-            units = tuple(range(schedule.m_halves))
-            return cls((units,), (0, 64), (wg, wg), (wg, wg), True)
+            return cls(((0, 1),), wg * 64, (0, 1), (0, 1), False)
         # A linear1 tile holds a whole scale group of 128 columns: two K loops of 64 gate and 64 up.
         loops = ((0,), (1,)) if linear == 1 else ((0,),)
-        return cls(loops, (wg * 64, wg * 64), (0, 0), (0, 1), False)
+        return cls(loops, wg * 64, (0, 0), (0, 1), False)
 
     @property
     def units(self) -> tuple[int, ...]:
         return tuple(q for loop in self.loops for q in loop)
 
-    def of_rows(self, units: tuple[int, ...], rows: int) -> tuple[int, ...]:
-        """Those of `units` that lie in the first `rows` rows of a block, where columns are split."""
-        return tuple(q for q in units if not self.splits_columns or self.a_row[q] < rows)
+
+def shares(plan: Plan, linear: int, wg: int) -> tuple[Share, ...]:
+    """The shares of warpgroup `wg` in tiles of linear1 or linear2, by `Plan.tile_rows`."""
+    return tuple(Share.of(plan.schedule, linear, wg, rows) for rows in plan.tile_rows(linear))
+
+
+def first_unit_row(plan: Plan, linear: int, wg: int, valid):
+    """The first row, within a tile of a block with `valid` rows, that warpgroup `wg` computes."""
+    found = tuple(share.a_row for share in shares(plan, linear, wg))
+    return found[0] if len({*found}) == 1 else T.if_then_else(valid <= 64, *found)
 
 
 @T.meta_class
@@ -217,6 +238,11 @@ def store_row(to_address, staging, row):
     return T.call_extern("handle", "tlmm_store_row", to_address, staging, row)
 
 
+def thread_here():
+    """The thread's index, read at this place: what is computed from it is not kept between tiles."""
+    return T.call_extern("int32", "tlmm_thread")
+
+
 def thread_row(tx):
     """The lower of the two rows, of a unit's 64, that thread `tx` of a math warpgroup holds."""
     return tx % 128 // 32 * 16 + tx % 32 // 4
@@ -255,25 +281,24 @@ def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, 
     for q in units:
         for v in T.unroll(RAW):
             acc.total[q][v] = 0.0
+    ahead = ring.look_ahead()
+    ahead.enter(cursor)
     for k in T.serial(num_blocks):
-        ring.wait(cursor)
-        a_at = T.call_extern(
-            "uint32", "tlmm_descriptor", T.address_of(ring.a[cursor.stage[0], 0, 0])
-        )
-        b_at = T.call_extern(
-            "uint32", "tlmm_descriptor", T.address_of(ring.b[ring.b_at(cursor, 0)])
-        )
+        if ahead.full[0] == 0:
+            ring.wait(cursor)
+        a_at = ahead.a_at[0]
+        b_at = ahead.b_at[0]
         for q in units:
             for group in tuple(range(groups)):
                 T.call_extern(
                     "handle",
                     f"tlmm_product<{group * wgmmas}, {wgmmas}, {'true' if narrow else 'false'}>",
                     acc.raw.data,
-                    a_at + share.a_row[q] * 8,
+                    a_at + share.a_row * 8,
                     b_at + share.b_block[q] * 1024,
                 )
                 for h in (0, 1):
-                    acc.row_sf[h] = ring.a_sf[cursor.stage[0], group, share.a_row[q] + row + 8 * h]
+                    acc.row_sf[h] = ring.a_sf[cursor.stage[0], group, share.a_row + row + 8 * h]
                 if (q, group) == (units[0], 0):
                     for r in tuple(range(len(sf_rows))):
                         sf[r][0] = T.call_extern("float32", "tlmm_lane_value", lane_sf[r][0], k)
@@ -284,12 +309,13 @@ def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, 
                                     expert, sf_rows[r], T.min(k + 1 + lane, num_blocks - 1)
                                 ]
                     beside.under_product(k, num_blocks)
+                if (q, group) == (units[-1], groups - 1):
+                    ahead.advance(cursor)
                 T.call_extern("handle", "tlmm_wait_product", acc.raw.data)
                 if (q, group) == (units[-1], groups - 1):
-                    ring.release(cursor)
+                    ring.release_behind(cursor)
                 for half in (0, 1):
                     for v in T.unroll(RAW // 2):
                         acc.total[q][v + half * (RAW // 2)] += acc.raw[v + half * (RAW // 2)] * (
                             acc.row_sf[v // 2 % 2] * sf[sf_of[q][half]][0]
                         )
-        cursor.advance()

@@ -105,8 +105,8 @@ class Plan:
     def tile_rows(self, linear: int) -> tuple[int, ...]:
         """Rows of A that a tile of linear1 or linear2 (`linear` is 1 or 2) may have.
 
-        A block of 128 rows that holds at most 64 is multiplied as one of 64, where the warpgroups
-        split the columns.
+        A block of 128 rows that holds at most 64 is multiplied as one of 64, whose columns the
+        warpgroups split, where a tile has 256 columns.
         """
         s = self.schedule
         block_n = s.linear1_block_n if linear == 1 else s.linear2_block_n

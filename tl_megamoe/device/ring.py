@@ -100,6 +100,10 @@ class Ring:
         """Where a 128-row block of weights of the stage begins in `b`."""
         return (cursor.stage[0] * self.b_blocks + block) * (BLOCK_K * BLOCK_K // 4)
 
+    def look_ahead(self):
+        """A reader's view of the stage behind its cursor."""
+        return Ahead(self)
+
     @T.inline
     def acquire(self, cursor):
         T.mbarrier_wait_parity(self.empty[cursor.stage[0]], cursor.parity[0])
@@ -114,11 +118,62 @@ class Ring:
         T.mbarrier_wait_parity(self.full[cursor.stage[0]], cursor.parity[0])
 
     @T.inline
-    def release(self, cursor):
+    def release_behind(self, cursor):
+        """Free the stage before the cursor's. One warp."""
         # The other lanes have read their row scales.
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.empty[cursor.stage[0]])
+            T.mbarrier_arrive(
+                self.empty[
+                    T.if_then_else(cursor.stage[0] == 0, self.stages - 1, cursor.stage[0] - 1)
+                ]
+            )
+
+
+@T.meta_class
+class Ahead:
+    """What a math warp knows of the next stage before it gets there, so that nothing but its
+    products' registers keeps it from the next product.
+
+    Attributes:
+        full: whether the stage was full when it was looked at; 0 where nobody looked.
+        a_at, b_at: descriptors of its operands (device/matmul.py).
+    """
+
+    def __init__(self, ring: Ring):
+        self.ring = ring
+        self.full = T.alloc_var("int32")
+        self.a_at = T.alloc_var("uint32")
+        self.b_at = T.alloc_var("uint32")
+
+    @T.inline
+    def enter(self, cursor):
+        """Begin at the cursor's stage, of which nothing is known."""
+        self.full[0] = 0
+        self.address(cursor)
+
+    @T.inline
+    def address(self, cursor):
+        """The operands of the stage where the cursor stands."""
+        ring = self.ring
+        self.a_at[0] = T.call_extern(
+            "uint32", "tlmm_descriptor", T.address_of(ring.a[cursor.stage[0], 0, 0])
+        )
+        self.b_at[0] = T.call_extern(
+            "uint32", "tlmm_descriptor", T.address_of(ring.b[ring.b_at(cursor, 0)])
+        )
+
+    @T.inline
+    def advance(self, cursor):
+        """Move on to the next stage and look at it, without waiting."""
+        cursor.advance()
+        self.address(cursor)
+        self.full[0] = T.call_extern(
+            "int32",
+            "tlmm_is_complete",
+            T.address_of(self.ring.full[cursor.stage[0]]),
+            cursor.parity[0],
+        )
 
 
 def expect(ring, cursor, num_bytes: int, arrive: bool):
@@ -219,7 +274,7 @@ class Shared:
 
     Attributes:
         staging: 8 KiB a math warpgroup: codes of a linear1 tile, then rows of a linear2 tile.
-        amax: row maxima that the math warpgroups exchange.
+        amax: row maxima that the math warpgroups exchange, of a tile of 64 rows.
         scales: of a linear1 tile, by warpgroup, on their way to memory.
 
     table          entries               holds
@@ -235,7 +290,7 @@ class Shared:
         local = problem.num_local_experts
         self.ring = Ring(plan)
         self.staging = T.alloc_shared((128, 64), "bfloat16")
-        self.amax = alloc_kib((2, 2, s.block_m), "float32")
+        self.amax = alloc_kib((2, 2, 64), "float32")
         self.scales = alloc_kib((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.rows = alloc_kib((s.row_slots * plan.row_chunk,), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)

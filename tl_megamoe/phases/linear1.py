@@ -10,7 +10,7 @@ barrier                    arrivals                         meaning
 l1_arrival_count[block]    block_m x chunks (dispatch)      all rows of the block are in the pool
 l2_done[earlier block]     one a linear2 tile (math)        its intermediate rows may be overwritten
 ring.full, ring.empty      see device/ring.py               a K block is there, is read
-AMAX                       256 (columns split, group 128)   row maxima are in shared memory
+AMAX                       256 (64 x 256, group 128)        row maxima are in shared memory
 STAGING + warpgroup        128                              staging is free; it is filled
 l2_arrival[block]          one a warpgroup of a tile        linear2 may read the block (gpu scope)
 
@@ -29,9 +29,12 @@ from ..device import barriers, trace
 from ..device.matmul import (
     RAW,
     Share,
+    first_unit_row,
     row_maxima,
     scaled_k_loop,
+    shares,
     stage_codes,
+    thread_here,
     thread_row,
 )
 from ..device.plan import Params, Plan
@@ -123,42 +126,33 @@ def activate(plan: Plan, p: Params, total, weight):
 
 @T.meta_class
 class RowWeights:
-    """Routing weights of a thread's rows, fetched under the last product of a tile.
+    """Routing weights of a thread's two rows, fetched under the last product of a tile.
 
     Attributes:
-        values: by row set, two rows each; row sets are units where columns are split, else one.
+        values: by row half.
     """
 
-    def __init__(self, plan: Plan, p: Params, report: Report, wg: int, first):
-        share = Share.of(plan.schedule, 1, wg)
+    def __init__(self, plan: Plan, p: Params, report: Report, wg: int, row):
         self.p = p
         self.report = report
-        self.needed = writes_scales(plan, wg) or not plan.recipe.folds_topk_weight
-        self.rows = tuple(
-            first + share.a_row[q] for q in (share.units if share.splits_columns else (0,))
+        self.needed = not plan.recipe.folds_topk_weight or any(
+            writes_scales(plan, share, wg) for share in shares(plan, 1, wg)
         )
-        self.values = tuple(T.alloc_local((2,), "float32") for _ in self.rows)
+        self.row = row
+        self.values = T.alloc_local((2,), "float32")
 
     @T.inline
     def under_product(self, k, num_blocks):
         self.report.under_product(k, num_blocks)
         if self.needed:
             if k == num_blocks - 1:
-                for q in tuple(range(len(self.rows))):
-                    for h in (0, 1):
-                        self.values[q][h] = barriers.load_f32(
-                            self.p.l1_topk_weights, self.rows[q] + 8 * h
-                        )
-
-    def of(self, q: int):
-        """The weights of unit q's rows."""
-        return self.values[q % len(self.values)]
+                for h in (0, 1):
+                    self.values[h] = barriers.load_f32(self.p.l1_topk_weights, self.row + 8 * h)
 
 
-def writes_scales(plan: Plan, wg: int) -> bool:
-    """Whether warpgroup `wg` stores the scales of its units: those of two that share them are
+def writes_scales(plan: Plan, share: Share, wg: int) -> bool:
+    """Whether warpgroup `wg` stores the scales of its units: those that the other one shares are
     stored by one."""
-    share = Share.of(plan.schedule, 1, wg)
     return plan.recipe.intermediate_group == 64 or not share.splits_columns or wg == 0
 
 
@@ -166,16 +160,17 @@ def writes_scales(plan: Plan, wg: int) -> bool:
 def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at, report: Report):
     """The K loops of one tile: gate left, up right; returns its `RowWeights`. Role: math."""
     block, tile, expert, valid = at
-    share = Share.of(plan.schedule, 1, wg)
     weights = RowWeights(
         plan,
         p,
         report,
         wg,
-        block * plan.schedule.block_m + thread_row(T.get_thread_binding()),
+        block * plan.schedule.block_m
+        + first_unit_row(plan, 1, wg, valid)
+        + thread_row(thread_here()),
     )
     report.pay_if_empty(shared.ring, cursor)
-    for rows in plan.tile_rows(1):
+    for rows, share in zip(plan.tile_rows(1), shares(plan, 1, wg), strict=True):
         if plan.takes(1, rows, valid):
             for units in share.loops:
                 scaled_k_loop(
@@ -184,7 +179,7 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
                     cursor,
                     acc,
                     share,
-                    share.of_rows(units, rows),
+                    units,
                     (plan.groups1, 1, False),
                     p.w1_sf,
                     (expert, (tile, plan.groups2 + tile), ((0, 1), (0, 1))),
@@ -196,35 +191,37 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
 @T.macro
 def write_accumulators(plan: Plan, p: Params, acc, wg, at):
     """The debug view: gate and up of the tile as float32, at `y_address`. Role: math."""
-    block, tile, _, _ = at
+    block, tile, _, valid = at
     inter = plan.problem.intermediate
-    share = Share.of(plan.schedule, 1, wg)
     tx = T.get_thread_binding()
     view = T.make_tensor_from_addr(p.y_address, (plan.layout.ring_rows, 2 * inter), "float32")
-    for q in share.units:
-        for v in T.unroll(RAW):
-            view[
-                plan.ring_row(block) + share.a_row[q] + thread_row(tx) + v // 2 % 2 * 8,
-                v // 32 * inter
-                + tile * 128
-                + share.half[q] * 64
-                + v % 32 // 4 * 8
-                + tx % 4 * 2
-                + v % 2,
-            ] = acc.total[q][v]
+    for rows, share in zip(plan.tile_rows(1), shares(plan, 1, wg), strict=True):
+        if plan.takes(1, rows, valid):
+            for q in share.units:
+                for v in T.unroll(RAW):
+                    view[
+                        plan.ring_row(block) + share.a_row + thread_row(tx) + v // 2 % 2 * 8,
+                        v // 32 * inter
+                        + tile * 128
+                        + share.half[q] * 64
+                        + v % 32 // 4 * 8
+                        + tx % 4 * 2
+                        + v % 2,
+                    ] = acc.total[q][v]
 
 
-def _row_maximum(
-    shared: Shared, recipe: Recipe, exchange: bool, amax, q: int, turn, wg: int, row, h: int
-):
-    """Largest magnitude of one row of unit q over the columns of one scale."""
+def _row_maximum(shared: Shared, recipe: Recipe, exchange: bool, amax, q: int, other, h: int):
+    """Largest magnitude of one row of unit q over the columns of one scale.
+
+    Args:
+        other: (turn, other warpgroup, row) in `shared.amax`, for an exchange.
+    """
     if recipe.intermediate_group == 64:
         return amax[q][h]
-    return (
-        T.max(amax[0][h], amax[1][h])
-        if not exchange
-        else T.max(amax[q][h], shared.amax[turn, 1 - wg, q * 64 + row + 8 * h])
-    )
+    if not exchange:
+        return T.max(amax[0][h], amax[1][h])
+    turn, wg, row = other
+    return T.max(amax[q][h], shared.amax[turn, wg, row + 8 * h])
 
 
 def _stored(recipe: Recipe, sf, weight):
@@ -236,55 +233,54 @@ def _stored(recipe: Recipe, sf, weight):
 def finish(plan: Plan, p: Params, shared: Shared, acc, wg, at, turn: T.Ref, weights: RowWeights):
     """SwiGLU, row scales, FP8 codes, bulk stores. Role: math.
 
-    `turn` alternates between two exchange buffers, so that one barrier a tile is enough: nobody
-    overwrites a maximum that the other warpgroup has yet to read.
+    `turn` alternates between two exchange buffers from one exchange of maxima to the next, so that
+    one barrier is enough: nobody overwrites a maximum that the other warpgroup has yet to read.
     """
-    block, _, _, valid = at
-    share = Share.of(plan.schedule, 1, wg)
-    for rows in plan.tile_rows(1):
+    _, _, _, valid = at
+    for rows, share in zip(plan.tile_rows(1), shares(plan, 1, wg), strict=True):
         if plan.takes(1, rows, valid):
-            _finish_units(
-                plan, p, shared, acc, wg, at, turn, weights, share.of_rows(share.units, rows)
-            )
-    turn = turn ^ 1
+            exchange = share.splits_columns and plan.recipe.intermediate_group == 128
+            _finish_units(plan, p, shared, acc, wg, at, turn, weights, share, exchange)
+            if exchange:
+                turn = turn ^ 1
 
 
 @T.macro
-def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, units):
+def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, share, exchange):
     block, tile, _, _ = at
     recipe = plan.recipe
-    share = Share.of(plan.schedule, 1, wg)
-    first_row = plan.ring_row(block)
-    tx = T.get_thread_binding()
-    row = thread_row(tx)
-    warp = tx % 128 // 32
+    units = share.units
+    first_row = plan.ring_row(block) + share.a_row
+    thread = T.alloc_var("int32")
+    thread = thread_here()
+    row = thread_row(thread)
+    warp = thread % 128 // 32
     scales = recipe.scales_per_k_block
-    exchange = share.splits_columns and recipe.intermediate_group == 128
+    writes = writes_scales(plan, share, wg)
     # A scale of two units is stored by one of them.
-    both = recipe.intermediate_group == 64 or share.splits_columns
-    writes = writes_scales(plan, wg)
+    writers = units if recipe.intermediate_group == 64 else units[:1]
     sf = T.alloc_var("float32")
     amax = tuple(T.alloc_local((2,), "float32") for _ in units)
     for q in units:
-        activate(plan, p, acc.total[q], weights.of(q))
+        activate(plan, p, acc.total[q], weights.values)
     for q in units:
         row_maxima(acc.total[q], amax[q])
     # Behind either barrier the leader has paid for the tile before: its stores have left.
     if exchange:
         for q in units:
             for h in (0, 1):
-                shared.amax[turn, wg, q * 64 + row + 8 * h] = amax[q][h]
+                shared.amax[turn, wg, row + 8 * h] = amax[q][h]
         barriers.sync(barriers.AMAX, 256)
     else:
         barriers.sync(barriers.STAGING + wg, 128)
     for q in units:
         for h in (0, 1):
             sf = device_e4m3_scale(
-                _row_maximum(shared, recipe, exchange, amax, q, turn, wg, row, h), recipe
+                _row_maximum(shared, recipe, exchange, amax, q, (turn, 1 - wg, row), h), recipe
             )
-            if writes and (both or q == 0):
-                shared.scales[wg, share.half[q] % scales, share.a_row[q] + row + 8 * h] = _stored(
-                    recipe, sf, weights.of(q)[h]
+            if writes and q in writers:
+                shared.scales[wg, share.half[q] % scales, share.a_row + row + 8 * h] = _stored(
+                    recipe, sf, weights.values[h]
                 )
             sf = device_inverse(sf, recipe, plan.fast_math)
             for v in T.unroll(RAW // 4):
@@ -294,19 +290,17 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, uni
         stage_codes(acc.total[q], T.address_of(shared.staging[wg * 64 + q * 32 + warp * 8, 0]))
     fence_shared()
     barriers.sync(barriers.STAGING + wg, 128)
-    if tx == 128 + wg * 128:
+    if T.get_thread_binding() == 128 + wg * 128:
         for q in units:
             store_bulk(
-                p.l2_acts[(first_row + share.a_row[q]) // 64, tile * 2 + share.half[q], 0, 0],
+                p.l2_acts[first_row // 64, tile * 2 + share.half[q], 0, 0],
                 shared.staging[wg * 64 + q * 32, 0],
                 64 * 64,
             )
-            if writes and (both or q == 0):
+            if writes and q in writers:
                 store_bulk(
-                    p.l2_acts_sf[
-                        tile * scales + share.half[q] % scales, first_row + share.a_row[q]
-                    ],
-                    shared.scales[wg, share.half[q] % scales, share.a_row[q]],
+                    p.l2_acts_sf[tile * scales + share.half[q] % scales, first_row],
+                    shared.scales[wg, share.half[q] % scales, share.a_row],
                     64 * 4,
                 )
         weights.report.owe(block)

@@ -21,7 +21,16 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers, trace
-from ..device.matmul import LEFT, RIGHT, Share, scaled_k_loop, stage_rows, store_row
+from ..device.matmul import (
+    LEFT,
+    RIGHT,
+    first_unit_row,
+    scaled_k_loop,
+    shares,
+    stage_rows,
+    store_row,
+    thread_here,
+)
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.report import Report
 from ..device.ring import Cursor, Shared, copy, expect, fill
@@ -31,7 +40,7 @@ from ..schedule import BLOCK_K, COUNTER_BITS
 @T.meta_class
 class Targets:
     """Where the rows of a tile go, fetched under its first product: lane l of a warp holds the
-    address of row l % 16 of the warp's 16, of the second row set in the upper half warp."""
+    address of row l % 16 of the warp's 16."""
 
     def __init__(self, plan: Plan, p: Params, report: Report, row):
         self.plan = plan
@@ -112,43 +121,38 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
     """The K loop of one tile; returns where its rows go. Role: math."""
     block, tile, expert, valid = at
     s = plan.schedule
-    tx = T.get_thread_binding()
-    lane = tx % 32
-    share = Share.of(s, 2, wg)
-    row_sets = len(share.units) if share.splits_columns else 1
+    thread = T.alloc_var("int32")
+    thread = thread_here()
     targets = Targets(
         plan,
         p,
         report,
         block * s.block_m
-        + share.a_row[0]
-        + (lane // 16) * (row_sets - 1) * 64
-        + tx % 128 // 32 * 16
-        + lane % 16,
+        + first_unit_row(plan, 2, wg, valid)
+        + thread % 128 // 32 * 16
+        + thread % 16,
     )
-    scale_rows = tuple(
-        tile * (s.linear2_block_n // 128) + h for h in sorted({*share.half[: len(share.units)]})
-    )
-    scale_of = tuple((q % len(scale_rows), q % len(scale_rows)) for q in (0, 1))
     report.pay_if_empty(shared.ring, cursor)
-    for rows in plan.tile_rows(2):
+    for rows, share in zip(plan.tile_rows(2), shares(plan, 2, wg), strict=True):
         if plan.takes(2, rows, valid):
+            columns = tuple(sorted({*(share.half[q] for q in share.units)}))
+            scale_rows = tuple(tile * (s.linear2_block_n // 128) + half for half in columns)
             scaled_k_loop(
                 plan,
                 shared.ring,
                 cursor,
                 acc,
                 share,
-                share.of_rows(share.units, rows),
+                share.units,
                 (plan.groups2, plan.recipe.scales_per_k_block, True),
                 p.w2_sf,
-                (expert, scale_rows, scale_of),
+                (expert, scale_rows, tuple((q, q) for q in share.units)),
                 targets,
             )
     if plan.ring_wraps:
         # Any math thread behind the K loop: the tile's TMA reads are complete.
         if s.pingpong or wg == 0:
-            if tx == 128 + wg * 128:
+            if T.get_thread_binding() == 128 + wg * 128:
                 barriers.add_release(p.workspace, plan.counter("l2_done") + block, 1)
     return targets
 
@@ -158,28 +162,28 @@ def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, targets):
     """The rows of one tile, in BF16, to the tokens they came from. Role: math."""
     block, tile, expert, valid = at
     s = plan.schedule
-    tx = T.get_thread_binding()
-    lane = tx % 32
-    warp = tx % 128 // 32
-    share = Share.of(s, 2, wg)
-    row_sets = len(share.units) if share.splits_columns else 1
+    thread = T.alloc_var("int32")
+    thread = thread_here()
+    warp = thread % 128 // 32
     # 16 rows x 64 columns a warp and pass, through the warp's own staging rows. Behind the barrier
     # the leader has paid for the linear1 tile before: its stores have left.
     staging = T.address_of(shared.staging[wg * 64 + warp * 16, 0])
     barriers.sync(barriers.STAGING + wg, 128)
-    for q in share.units:
-        if share.a_row[q] < valid:
-            column = tile * s.linear2_block_n + share.half[q] * 128
-            for first in (LEFT, RIGHT):
-                stage_rows(acc.total[q], first, staging)
-                for step in (0, 1, 2, 3):
-                    row = step * 4 + lane // 8
-                    target = T.alloc_var("int64")
-                    target = targets.of(q % row_sets * 16 + row)
-                    if share.a_row[q] + warp * 16 + row < valid:
-                        store_row(
-                            target + (column + first * 2) * ITEM_BYTES_BF16,
-                            staging,
-                            row,
-                        )
-                T.sync_warp()
+    for rows, share in zip(plan.tile_rows(2), shares(plan, 2, wg), strict=True):
+        if plan.takes(2, rows, valid):
+            first_row = share.a_row + warp * 16
+            for q in share.units:
+                column = tile * s.linear2_block_n + share.half[q] * 128
+                for first in (LEFT, RIGHT):
+                    stage_rows(acc.total[q], first, staging)
+                    for step in (0, 1, 2, 3):
+                        row = step * 4 + thread % 32 // 8
+                        target = T.alloc_var("int64")
+                        target = targets.of(row)
+                        if first_row + row < valid:
+                            store_row(
+                                target + (column + first * 2) * ITEM_BYTES_BF16,
+                                staging,
+                                row,
+                            )
+                    T.sync_warp()
