@@ -91,9 +91,10 @@ class Schedule:
         math_mode: `cooperative`: the two math warpgroups share a tile. `pingpong`: each has its
             own, so that one finishes a tile while the other multiplies (block_m 64, block_n 256).
         block_m: rows of a pool block and of a tile, 64 or 128; 32 for the dispatch phase alone.
-        linear1_block_n, linear2_block_n: weight rows that one K loop of the phase multiplies. 256:
-            cooperative warpgroups split the columns. 128: they split the rows (block_m 128 only);
-            a linear1 tile is then two K loops, so that it still holds whole 128-column groups.
+        linear1_block_n, linear2_block_n: weight rows that one K loop of the phase multiplies.
+            Cooperative warpgroups split the rows of a tile of 128, the columns of one of 64. With
+            128 (block_m 128 only) a linear1 tile is two K loops, so that it still holds whole
+            128-column groups.
         stages: depth of the operand ring in K blocks.
         experts_per_wave: experts whose linear1 tiles all precede their linear2 tiles; divides
             `num_local_experts`. With order `lag` it must be `num_local_experts`.

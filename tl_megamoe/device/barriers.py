@@ -17,7 +17,7 @@ them have reached its own. A word a peer, so that a timeout can name the one tha
 a barrier, so that a fast peer's second signal cannot stand in for a slow peer's first.
 
 Waits for other blocks are bounded: one longer than `timeout_ms` fills its tag's slot of pinned host
-memory (`REPORT_FIELDS` in timeouts.py) and, 150 to 200 ms later, stores to address 0, which ends the
+memory (`REPORT_FIELDS` in timeouts.py) and, 200 to 300 ms later, stores to address 0, which ends the
 launch with an illegal-address error.
 `__trap()` would make ptxas give the math branch 168 registers and spill in its K loop, and any printf
 would serialise WGMMA (C7510), so neither is used.
@@ -70,8 +70,8 @@ TLMM_DEV void tlmm_bar_arrive(int id, int n) { asm volatile("bar.arrive %0, %1;"
 // Full proxy fence (TileLang's is .shared::cta only): generic stores before it are seen by TMA after it.
 TLMM_DEV void tlmm_fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // Of the waits of a tag that time out within 50 ms, on a GPU, one for the lowest pool block fills the tag's slot:
-// others may wait for a tile of a block that is stuck on it. Every wait claims the slot within 100 ms, and none ends
-// the launch before 150, so that the first to time out is sure to find it filled or fill it.
+// others may wait for a tile of a block that is stuck on it. Every wait claims the slot within 150 ms, and none ends
+// the launch before 200, so that the first to time out is sure to find it filled or fill it.
 // All linger before they end the launch, so that every tag that is stuck reports: the host names the cause among
 // them, the others are its consequences. Claims are never given back: the context is lost.
 static __device__ unsigned tlmm_lowest[16], tlmm_claims[16];
@@ -83,14 +83,14 @@ TLMM_DEV void tlmm_check_timeout(unsigned long long start, int timeout_ms, long 
   atomicMax(&tlmm_lowest[tag], ~(unsigned)block);  // the complement: the slots are zero at first
   tlmm_linger(50000000ull);
   bool lowest = atomicMax(&tlmm_lowest[tag], 0u) == ~(unsigned)block;
-  if (!lowest) tlmm_linger(50000000ull);  // a lower block that came meanwhile tells, unless it is told too
+  if (!lowest) tlmm_linger(100000000ull);  // a lower block that came meanwhile tells, unless a still lower one came
   if (atomicExch(&tlmm_claims[tag], 1u) == 0u) {
     volatile int* r = (int*)report + 16 * tag;
     r[1] = rank; r[2] = (int)blockIdx.x; r[3] = (int)threadIdx.x; r[4] = peer; r[5] = block; r[6] = expert;
     r[7] = tile; r[8] = have; r[9] = want;
     asm volatile("fence.acq_rel.sys;" ::: "memory"); r[0] = tag;
     asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-  tlmm_linger(100000000ull);
+  tlmm_linger(150000000ull);
   asm volatile("st.global.u32 [%0], %1;" :: "l"(0ull), "r"(tag) : "memory");
   for (;;) asm volatile("nanosleep.u32 1000;" ::: "memory"); }  // never back: no register has to outlive this
 TLMM_DEV void tlmm_wait_equal(const void* p, int want, long long report, int timeout_ms, int tag, int rank,

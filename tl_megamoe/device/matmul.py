@@ -32,6 +32,7 @@ import tilelang.language as T
 
 from ..schedule import Schedule
 from .plan import Plan
+from .ring import NextStage
 
 MAX_UNITS = 2
 RAW = 64
@@ -78,12 +79,6 @@ TLMM_DEV void tlmm_product(float* raw, unsigned a, unsigned b) {
     if (i == FIRST) tlmm_wgmma<false, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2);
     else tlmm_wgmma<true, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2); }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Whether a phase of a barrier is complete. It orders what the barrier brings like a wait does, and does not wait.
-TLMM_DEV int tlmm_is_complete(const void* bar, int parity) {
-  int done;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-    : "=r"(done) : "r"(tlmm_smem(bar)), "r"(parity) : "memory");
-  return done; }
 TLMM_DEV float tlmm_lane_value(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane & 31); }
 // The product is in `raw`: named as operands, else the compiler reads them before the wait.
 TLMM_DEV void tlmm_wait_product(float* raw) {
@@ -274,28 +269,24 @@ def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, 
     # Lane l holds the weight scales of K block l; 32 K blocks on the next ones are loaded.
     lane_sf = tuple(T.alloc_var("float32") for _ in sf_rows)
     sf = tuple(T.alloc_var("float32") for _ in sf_rows)
-    a_at = T.alloc_var("uint32")
-    b_at = T.alloc_var("uint32")
     for r in tuple(range(len(sf_rows))):
         lane_sf[r][0] = w_sf[expert, sf_rows[r], T.min(lane, num_blocks - 1)]
     for q in units:
         for v in T.unroll(RAW):
             acc.total[q][v] = 0.0
-    ahead = ring.look_ahead()
-    ahead.enter(cursor)
+    coming = NextStage(ring, share.a_row)
+    coming.enter(cursor)
     for k in T.serial(num_blocks):
-        if ahead.full[0] == 0:
+        if coming.full[0] == 0:
             ring.wait(cursor)
-        a_at = ahead.a_at[0]
-        b_at = ahead.b_at[0]
         for q in units:
             for group in tuple(range(groups)):
                 T.call_extern(
                     "handle",
                     f"tlmm_product<{group * wgmmas}, {wgmmas}, {'true' if narrow else 'false'}>",
                     acc.raw.data,
-                    a_at + share.a_row * 8,
-                    b_at + share.b_block[q] * 1024,
+                    coming.a_at[0],
+                    coming.b_at[0] + share.b_block[q] * 1024,
                 )
                 for h in (0, 1):
                     acc.row_sf[h] = ring.a_sf[cursor.stage[0], group, share.a_row + row + 8 * h]
@@ -310,7 +301,7 @@ def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, 
                                 ]
                     beside.under_product(k, num_blocks)
                 if (q, group) == (units[-1], groups - 1):
-                    ahead.advance(cursor)
+                    coming.advance(cursor)
                 T.call_extern("handle", "tlmm_wait_product", acc.raw.data)
                 if (q, group) == (units[-1], groups - 1):
                     ring.release_behind(cursor)

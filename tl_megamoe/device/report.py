@@ -21,7 +21,7 @@ TLMM_DEV void tlmm_store_bulk(void* to, const void* s, unsigned n) {
 TLMM_DEV void tlmm_commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 TLMM_DEV void tlmm_wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 TLMM_DEV void tlmm_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-TLMM_DEV int tlmm_is_full(void* bar, int parity) {
+TLMM_DEV int tlmm_is_full(const void* bar, int parity) {
   int ok;
   asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p;}"
     : "=r"(ok) : "r"(tlmm_smem(bar)), "r"(parity) : "memory");
@@ -75,15 +75,7 @@ class Report:
         """Report now unless the next stage is full."""
         if self.deferred:
             if (T.get_thread_binding() == self.leader) & (self.block[0] >= 0):
-                if (
-                    T.call_extern(
-                        "int32",
-                        "tlmm_is_full",
-                        T.address_of(ring.full[cursor.stage[0]]),
-                        cursor.parity[0],
-                    )
-                    == 0
-                ):
+                if ring.is_full(cursor) == 0:
                     self.pay()
 
     @T.inline

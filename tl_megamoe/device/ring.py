@@ -100,9 +100,14 @@ class Ring:
         """Where a 128-row block of weights of the stage begins in `b`."""
         return (cursor.stage[0] * self.b_blocks + block) * (BLOCK_K * BLOCK_K // 4)
 
-    def look_ahead(self):
-        """A reader's view of the stage behind its cursor."""
-        return Ahead(self)
+    def is_full(self, cursor):
+        """1 if the cursor's stage is full, 0 if not; orders what it brings as a wait does."""
+        return T.call_extern(
+            "int32",
+            "tlmm_is_full",
+            T.address_of(self.full[cursor.stage[0]]),
+            cursor.parity[0],
+        )
 
     @T.inline
     def acquire(self, cursor):
@@ -131,17 +136,19 @@ class Ring:
 
 
 @T.meta_class
-class Ahead:
-    """What a math warp knows of the next stage before it gets there, so that nothing but its
-    products' registers keeps it from the next product.
+class NextStage:
+    """What a math warp knows of a stage before it gets there, so that between two products it has
+    nothing to do but to promote.
 
     Attributes:
+        a_row: first row of A that the warpgroup multiplies.
         full: whether the stage was full when it was looked at; 0 where nobody looked.
         a_at, b_at: descriptors of its operands (device/matmul.py).
     """
 
-    def __init__(self, ring: Ring):
+    def __init__(self, ring: Ring, a_row: int):
         self.ring = ring
+        self.a_row = a_row
         self.full = T.alloc_var("int32")
         self.a_at = T.alloc_var("uint32")
         self.b_at = T.alloc_var("uint32")
@@ -153,26 +160,20 @@ class Ahead:
         self.address(cursor)
 
     @T.inline
+    def advance(self, cursor):
+        """Move the cursor to the next stage and look at that, without waiting."""
+        cursor.advance()
+        self.address(cursor)
+        self.full[0] = self.ring.is_full(cursor)
+
+    @T.inline
     def address(self, cursor):
-        """The operands of the stage where the cursor stands."""
         ring = self.ring
         self.a_at[0] = T.call_extern(
-            "uint32", "tlmm_descriptor", T.address_of(ring.a[cursor.stage[0], 0, 0])
+            "uint32", "tlmm_descriptor", T.address_of(ring.a[cursor.stage[0], self.a_row, 0])
         )
         self.b_at[0] = T.call_extern(
             "uint32", "tlmm_descriptor", T.address_of(ring.b[ring.b_at(cursor, 0)])
-        )
-
-    @T.inline
-    def advance(self, cursor):
-        """Move on to the next stage and look at it, without waiting."""
-        cursor.advance()
-        self.address(cursor)
-        self.full[0] = T.call_extern(
-            "int32",
-            "tlmm_is_complete",
-            T.address_of(self.ring.full[cursor.stage[0]]),
-            cursor.parity[0],
         )
 
 

@@ -171,19 +171,20 @@ def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, targets):
     barriers.sync(barriers.STAGING + wg, 128)
     for rows, share in zip(plan.tile_rows(2), shares(plan, 2, wg), strict=True):
         if plan.takes(2, rows, valid):
-            first_row = share.a_row + warp * 16
-            for q in share.units:
-                column = tile * s.linear2_block_n + share.half[q] * 128
-                for first in (LEFT, RIGHT):
-                    stage_rows(acc.total[q], first, staging)
-                    for step in (0, 1, 2, 3):
-                        row = step * 4 + thread % 32 // 8
-                        target = T.alloc_var("int64")
-                        target = targets.of(row)
-                        if first_row + row < valid:
-                            store_row(
-                                target + (column + first * 2) * ITEM_BYTES_BF16,
-                                staging,
-                                row,
-                            )
-                    T.sync_warp()
+            if share.a_row < valid:
+                first_row = share.a_row + warp * 16
+                for q in share.units:
+                    column = tile * s.linear2_block_n + share.half[q] * 128
+                    for first in (LEFT, RIGHT):
+                        stage_rows(acc.total[q], first, staging)
+                        for step in (0, 1, 2, 3):
+                            row = step * 4 + thread % 32 // 8
+                            target = T.alloc_var("int64")
+                            target = targets.of(row)
+                            if first_row + row < valid:
+                                store_row(
+                                    target + (column + first * 2) * ITEM_BYTES_BF16,
+                                    staging,
+                                    row,
+                                )
+                        T.sync_warp()
