@@ -3,11 +3,10 @@
 `python tests/gpu_timeouts.py CASE SCHEDULE` prints what the process could still tell, as JSON: the
 attributes and text of MegaMoeTimeout, every slot of the reports, and what must be in them.
 
-The first wait of a tag to time out, over all virtual ranks, fills the tag's slot, and a wait looks
-at the clock once in 1024 looks at its counter, about once in a millisecond. What waits for the
-cause starts within that, so a slot is certain only where a tag has one wait that never ends. The
-cases see to that: one pool block more than the ring holds, and a lag with which nobody else waits
-(`lag_of`).
+A tag has one slot, over all virtual ranks. Of the waits of a tag that time out within 50 ms one for
+the lowest pool block fills it, and what waits for the cause starts within a millisecond, so of
+waits of one block any may tell. The cases see to it that no other wait of a tag is of that block:
+one pool block more than the ring holds, and a lag with which nobody else waits (`lag_of`).
 """
 
 from __future__ import annotations

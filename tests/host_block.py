@@ -40,6 +40,8 @@ class Block:
         self.multiply_turn = (NamedBarrier(2), NamedBarrier(2))
         self.finish_turn = (NamedBarrier(2), NamedBarrier(2))
         self.amax, self.math_barrier = NamedBarrier(2), NamedBarrier(2)
+        # Row maxima, two buffers: of which tile each warpgroup has written its own.
+        self.maxima: tuple[list[Task | None], ...] = ([None, None], [None, None])
         self.done = 0
         self.loads = {"load rows": (True, False), "load weights": (False, True)}
         if s.load_warps == 1:
@@ -295,7 +297,7 @@ class Block:
 
     def math(self, wg: int) -> Agent:
         rank = self.rank
-        report, turns = Report(self), Turns(self, wg)
+        report, turns, turn = Report(self), Turns(self, wg), 0
         yield self.wait_known()
         yield from turns.start()
         while (task := turns.task) is not None:
@@ -310,8 +312,9 @@ class Block:
             share = self.share(task, wg, turns.rows)
             units = [(share.half[q], range(share.a_row, share.a_row + 64)) for q in share.units]
             if task.phase == 1:
-                if share.splits_columns:
-                    yield from self.amax.sync(wg)
+                if share.splits_columns and self.plan.recipe.intermediate_group == 128:
+                    yield from self.exchange(task, wg, turn)
+                    turn ^= self.world.rules.maxima_turns
                 yield from self.finish(task, units, rows, report)
             else:
                 yield from self.scatter(task, units, rows)
@@ -351,6 +354,13 @@ class Block:
     def share(self, task: Task, wg: int, valid: int) -> Share:
         """What a warpgroup multiplies of a tile."""
         return Share.of(self.plan.schedule, task.phase, wg, self.tile_rows(task, valid))
+
+    def exchange(self, task: Task, wg: int, turn: int) -> Agent:
+        """Row maxima of a tile whose columns the warpgroups share."""
+        self.maxima[turn][wg] = task
+        yield from self.amax.sync(wg)
+        yield None
+        check(self.maxima[turn][1 - wg] == task, "row maxima of another tile")
 
     def finish(
         self,

@@ -39,6 +39,7 @@ class Rules:
         pay_if_empty: a report is paid at once where the next tile's first stage is not full.
         pay_at_end: a report is paid when a warpgroup leaves the walk.
         stores_wait: a report waits for the tile's stores.
+        maxima_turns: row maxima go to the other of two buffers after every exchange.
     """
 
     bounded_lag: bool = True
@@ -51,6 +52,7 @@ class Rules:
     pay_if_empty: bool = True
     pay_at_end: bool = True
     stores_wait: bool = True
+    maxima_turns: bool = True
 
 
 def make_plan(
@@ -185,7 +187,7 @@ class World:
             check(not any(rank.workspace[begin : begin + length]), f"{name} is not cleared")
 
     def _check_rows_read(self, rank: Rank, block: Block) -> None:
-        """Half the rows of the blocks that have no others, where the warpgroups split columns."""
+        """Half the rows of the blocks that have no others, where block_n is 256."""
         problem, s = self.plan.problem, self.plan.schedule
         widths, tiles = (s.linear1_block_n, s.linear2_block_n), (s.linear1_tiles, s.linear2_tiles)
         for phase in (1, 2):

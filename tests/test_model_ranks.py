@@ -233,6 +233,7 @@ def test_a_missing_wait_is_seen(
         (Rules(pay_at_end=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
         (Rules(stores_wait=False), "cooperative", ModelError, "linear2 of block .* reads row"),
         (Rules(stores_wait=False), "pingpong", ModelError, "linear2 of block .* reads row"),
+        (Rules(maxima_turns=False), "cooperative", ModelError, "row maxima of another tile"),
     ],
 )
 def test_a_broken_handover_is_seen(
