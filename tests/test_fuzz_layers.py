@@ -24,7 +24,7 @@ from fuzz_routes import Routes
 from tl_megamoe import reference
 from tl_megamoe.explorer.layer import Layer
 from tl_megamoe.problem import Problem
-from tl_megamoe.recipe import Recipe
+from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.scaling import dequantize_blocks
 from tl_megamoe.schedule import Schedule
 from tl_megamoe.synthetic import random_weights
@@ -322,7 +322,7 @@ def prebuilt() -> list[Case]:
     cases = [Case.of(small, schedule, capacity) for schedule in every.values()]
     for name, fast_math in gpu_cases.CLAMP_CASES:
         cases.append(Case.of(small, every[name], capacity, clamp=1.0, fast_math=fast_math))
-    for recipe in gpu_cases.ALL_RECIPES[1:]:
+    for recipe in ALL_RECIPES[1:]:
         named = gpu_cases.schedules(small, gpu_cases.RECIPE_SPLITS, recipe)
         cases += [Case.of(small, s, capacity, recipe=str(recipe)) for s in named.values()]
     on_ranks = gpu_cases.rank_schedules(ranks).values()
