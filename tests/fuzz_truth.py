@@ -185,11 +185,12 @@ def judge(case: Case, y: Tensor, truth: Truth) -> str:
     """Why `y` is not what the reference gives, where `is_close` alone refuses it.
 
     Its bounds are shares of `y`, too strict here for four reasons. Rows with weights of both signs
-    cancel: the bound is a share of the rows' own sizes. Below MIN_AMAX a scale stays, so that a
-    code which flips is worth a step of it, however small the row: such steps in all columns come on
-    top. Where gates are large beside a clamp, a small error of one moves a value from nothing to
-    all: so does `sway`. Few groups have a power of two each, and one that is the next one moves a
-    row by another rounding of it.
+    cancel: the bound is a share of the rows' own sizes, added up where they are of one token and
+    expert, since those rows and their errors are the same but for their weights. Below MIN_AMAX a
+    scale stays, so that a code which flips is worth a step of it, however small the row: such steps
+    in all columns come on top. Where gates are large beside a clamp, a small error of one moves a
+    value from nothing to all: so does `sway`. Few groups have a power of two each, and one that is
+    the next one moves a row by another rounding of it.
 
     Of a few hundred columns a token has one code or two that flip, so no multiple of their mean
     bounds the worst of many thousand tokens: a token may be off by all of its own codes that are
@@ -208,18 +209,26 @@ def judge(case: Case, y: Tensor, truth: Truth) -> str:
     step = MIN_AMAX / E4M3_MAX * SMALLEST_STEP * (2 if pow2 else 1)
     steps = step * (torch.ones_like(weight) if pow2 else weight)
 
-    def by_token(squares: Tensor) -> Tensor:
+    def alone(sizes: Tensor) -> Tensor:
         zeros = torch.zeros(tokens, dtype=torch.float64, device=y.device)
-        return zeros.index_add_(0, truth.routes.token, squares).sqrt()
+        return zeros.index_add_(0, truth.routes.token, sizes.square()).sqrt()
 
+    def together(sizes: Tensor) -> Tensor:
+        zeros = torch.zeros(tokens * case.num_experts, dtype=torch.float64, device=y.device)
+        same = truth.routes.token * case.num_experts + truth.routes.expert
+        sums = zeros.index_add_(0, same, sizes * truth.weight.sign())
+        return sums.view(tokens, case.num_experts).norm(dim=1)
+
+    # Where the weight is in the intermediate, rows of one token and expert have codes of their own.
+    by_token = together if recipe.folds_topk_weight else alone
     error = (y.double() - truth.y.double()).norm(dim=1)
-    size = by_token(rows.square().sum(1))
+    # Each row is rounded to BF16: a quarter of its bound is several times that.
+    size = torch.maximum(by_token(rows.norm(dim=1)), alone(rows.norm(dim=1)) / 4)
     # A row is its intermediate times a standard normal and scales below 1.5 / sqrt(columns).
     spread = 1.5 * case.w_scale * case.hidden**0.5
-    extra = spread * by_token(
-        (sway(case, truth.gate_up) * weight).square() / case.intermediate + (2 * steps).square()
-    )
-    one = spread * by_token(flips(case, truth).square() / case.intermediate)
+    part = weight / case.intermediate**0.5
+    extra = spread * torch.hypot(together(sway(case, truth.gate_up) * part), alone(2 * steps))
+    one = spread * by_token(flips(case, truth) / case.intermediate**0.5)
     # Tokens that the sum over all hangs on; one, where one weight is far larger than the others.
     squares = size.square()
     filled = max(1, int(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
