@@ -258,7 +258,7 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, sha
     scales = recipe.scales_per_k_block
     writes = writes_scales(plan, share, wg)
     # A scale of two units is stored by one of them.
-    writers = units if recipe.intermediate_group == 64 else units[:1]
+    num_writers = len(units) if recipe.intermediate_group == 64 else 1
     sf = T.alloc_var("float32")
     amax = tuple(T.alloc_local((2,), "float32") for _ in units)
     for q in units:
@@ -278,7 +278,7 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, sha
             sf = device_e4m3_scale(
                 _row_maximum(shared, recipe, exchange, amax, q, (turn, 1 - wg, row), h), recipe
             )
-            if writes and q in writers:
+            if writes and q < num_writers:
                 shared.scales[wg, share.half[q] % scales, share.a_row + row + 8 * h] = _stored(
                     recipe, sf, weights.values[h]
                 )
@@ -297,7 +297,7 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, sha
                 shared.staging[wg * 64 + q * 32, 0],
                 64 * 64,
             )
-            if writes and q in writers:
+            if writes and q < num_writers:
                 store_bulk(
                     p.l2_acts_sf[tile * scales + share.half[q] % scales, first_row],
                     shared.scales[wg, share.half[q] % scales, share.a_row],
