@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,8 +58,10 @@ def test_fused_text_has_its_barriers() -> None:
         assert barrier in text
     assert "tlmm_bar(11, 128)" in text
     assert "tlmm_bar(12, 128)" in text
-    # Each warpgroup and linear: a report is paid before the wait for an empty stage.
-    assert text.count("tlmm_is_full((") == 4
+    # Each warpgroup and linear: a report is paid before the wait for an empty stage; and each K
+    # loop, of tiles of 64 and of 128 rows, looks at the next stage.
+    assert len(re.findall(r"if \(tlmm_is_full\(\(", text)) == 4
+    assert len(re.findall(r"= tlmm_is_full\(\(", text)) == 8
     # TileLang's own barriers would deadlock inside a role.
     assert "__sync_thread_partial" not in text
     assert "printf" not in text

@@ -115,7 +115,7 @@ def test_text_has_stamps_and_the_same_barriers(mode: str) -> None:
     for barrier in ("tlmm_bar(", "tlmm_bar_arrive(", "tlmm_grid_sync((", "tlmm_wait_equal(("):
         assert stamped.count(barrier) == plain.count(barrier), barrier
     # What the wait for a tile's first stage may wait for is this warpgroup's own report.
-    found = re.findall(r"(tlmm_is_full)\(\(|tlmm_stamp\(trace_address, (\d+)", stamped)
+    found = re.findall(r"if \((tlmm_is_full)\(\(|tlmm_stamp\(trace_address, (\d+)", stamped)
     order = [full or kind for full, kind in found if kind != "7"]
     stages = [i for i, kind in enumerate(order) if kind == "8"]
     assert len(stages) == 4
