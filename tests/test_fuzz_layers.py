@@ -372,6 +372,6 @@ def test_a_short_run_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
     kernels += rng.sample([case for case in every if case.num_ranks > 1], 3)
     said: list[str] = []
     cases = launches_of(kernels, seed)
-    summary = fuzz(cases, Runner(), seconds=25, shrink_seconds=20, max_cases=60, say=said.append)
+    summary = fuzz(cases, Runner(), seconds=90, shrink_seconds=20, max_cases=60, say=said.append)
     assert not summary.failures, said
     assert len(summary.kernels) >= 6
