@@ -41,7 +41,7 @@ from .ranks import RankFailed, Ranks, open_rank_sets
 
 if TYPE_CHECKING:
     from tl_megamoe.reference import Comparison
-    from tl_megamoe.weights import MoEWeights, PlainWeights
+    from tl_megamoe.weights import MoEWeights
 
 T = TypeVar("T")
 
@@ -261,7 +261,7 @@ class Worker:
         problem = self.config.problem
         if index == 0:
             first = rank * problem.num_local_experts
-            plain = _experts_of(self.plain, slice(first, first + problem.num_local_experts))
+            plain = self.plain.of(slice(first, first + problem.num_local_experts))
         else:
             plain = random_weights(problem, self._device, seed, rank)
         return transform_weights((plain.l1, plain.l1_sf), (plain.l2, plain.l2_sf), problem)
@@ -484,16 +484,6 @@ class Worker:
         except Exception:
             return True
         return False
-
-
-def _experts_of(plain: PlainWeights, experts: slice) -> PlainWeights:
-    return replace(
-        plain,
-        l1=plain.l1[experts],
-        l1_sf=plain.l1_sf[experts],
-        l2=plain.l2[experts],
-        l2_sf=plain.l2_sf[experts],
-    )
 
 
 def make_worker(config: WorkerConfig) -> Worker:

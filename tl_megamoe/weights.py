@@ -37,6 +37,12 @@ class PlainWeights:
     l2: Tensor
     l2_sf: Tensor
 
+    def of(self, experts: slice) -> PlainWeights:
+        """Those of some neighbouring experts, in the same memory."""
+        return PlainWeights(
+            self.l1[experts], self.l1_sf[experts], self.l2[experts], self.l2_sf[experts]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MoEWeights:

@@ -184,7 +184,7 @@ def shares(plan: Plan, linear: int, wg: int) -> tuple[Share, ...]:
 def first_unit_row(plan: Plan, linear: int, wg: int, valid):
     """The first row, within a tile of a block with `valid` rows, that warpgroup `wg` computes."""
     found = tuple(share.a_row for share in shares(plan, linear, wg))
-    return found[0] if len({*found}) == 1 else T.if_then_else(valid <= 64, *found)
+    return found[0] if len({*found}) == 1 else T.if_then_else(plan.takes(linear, 64, valid), *found)
 
 
 @T.meta_class
