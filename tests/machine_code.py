@@ -79,8 +79,8 @@ def machine_code(spec: KernelSpec) -> MachineCode:
 def check_report(report: KernelReport, schedule: Schedule, problem: Problem) -> None:
     assert report.spill_bytes == 0
     assert not report.serialised, report.warnings
-    # Two warpgroups; each phase has a WGMMA for every unit of a K loop.
-    assert report.num_wgmma >= 4
+    # Each phase has a WGMMA for every unit of a K loop; both warpgroups run one text.
+    assert report.num_wgmma >= 2
     assert report.smem_bytes <= schedule.smem_bytes(problem) <= SMEM_LIMIT_BYTES
     assert schedule.smem_bytes(problem) - report.smem_bytes < 2048
     assert report.registers * schedule.threads <= 65536

@@ -26,7 +26,7 @@ from .device.pingpong import Turns
 from .device.plan import FP8, Params, Plan
 from .device.remote import REMOTE_CUDA
 from .device.report import REPORT_CUDA, Report
-from .device.ring import Cursor, Shared
+from .device.ring import RING_CUDA, Cursor, Shared
 from .device.tasks import TASKS_CUDA
 from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
@@ -37,6 +37,7 @@ from .scaling import SCALING_CUDA
 DEVICE_CUDA = (
     BARRIERS_CUDA
     + REMOTE_CUDA
+    + RING_CUDA
     + REPORT_CUDA
     + TASKS_CUDA
     + LOOKAHEAD_CUDA
@@ -269,9 +270,9 @@ def build_program(plan: Plan):
                                     load_role(plan, p, shared, grid_block, (False, True))
             else:
                 T.set_max_nreg(s.math_registers, 1)
-                if tx < 256:
-                    math_role(plan, p, shared, grid_block, 0)
-                else:
-                    math_role(plan, p, shared, grid_block, 1)
+                # One text for both warpgroups: two of them are fetched past each other.
+                wg = T.alloc_var("int32")
+                wg = T.call_extern("int32", "tlmm_uniform", tx // 128 - 1)
+                math_role(plan, p, shared, grid_block, wg)
 
     return mega_moe

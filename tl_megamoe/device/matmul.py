@@ -14,25 +14,26 @@ pingpong      2, one K loop, own tile      all 64                q
 A block of 128 rows that holds at most 64 is multiplied as a tile of 64 rows, where block_n is 256.
 
 Accumulators are plain arrays in WGMMA's register order and the product is a helper, not
-`T.wgmma_gemm`: beside the FFMAs of the promotion every other instruction of the K loop costs clock
-at the power limit (DESIGN.md, "Measuring"), and TileLang's takes its descriptors apart and together
-again for each of the eight WGMMAs of a K block. One raw accumulator: a second one would need
-registers that the totals have.
+`T.wgmma_gemm`, whose descriptors are taken apart and together again for each of the eight WGMMAs of
+a K block. One raw accumulator: a second one would need registers that the totals have.
 
-While a warpgroup promotes, the tensor cores have only the other one's product to work on, and that
-ends first: whatever stands between a product's end and the next one's start costs. So the next K
-block's operands are addressed, and its barrier is looked at, under the last product of a K block.
+While a warpgroup promotes, the tensor cores have only the other one's product to work on, and an
+instruction that a warp waits for costs both. So a K block holds little beside its products and
+promotions (DESIGN.md, "Measuring"): addresses are sums in uniform registers (`ring.Operands`), the
+next K block's barrier is looked at, and its scales are read, under the last product of this one,
+and consecutive promotions share their scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import tilelang.language as T
 
 from ..schedule import Schedule
 from .plan import Plan
-from .ring import NextStage
+from .ring import Operands
 
 MAX_UNITS = 2
 RAW = 64
@@ -79,6 +80,17 @@ TLMM_DEV void tlmm_product(float* raw, unsigned a, unsigned b) {
     if (i == FIRST) tlmm_wgmma<false, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2);
     else tlmm_wgmma<true, NARROW ? TLMM_ROWS_64B : TLMM_ROWS_128B>(raw, at, b + i * 2); }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// total += raw * scale, the scales of the left and right 64 columns by row half. FFMAs and WGMMAs share the register
+// file, and FFMAs of the same scale in a row read it once; the compiler's order is another in each kernel.
+TLMM_DEV void tlmm_promote(float* total, const float* raw, float left_low, float left_high, float right_low,
+                           float right_high) {
+  #pragma unroll
+  for (int half = 0; half < 2; half++)
+    #pragma unroll
+    for (int v = 0; v < 64; v++)
+      if ((v >> 1 & 1) == half)
+        asm volatile("fma.rn.ftz.f32 %0, %1, %2, %0;" : "+f"(total[v])
+          : "f"(raw[v]), "f"(v < 32 ? (half ? left_high : left_low) : (half ? right_high : right_low))); }
 TLMM_DEV float tlmm_lane_value(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane & 31); }
 // The product is in `raw`: named as operands, else the compiler reads them before the wait.
 TLMM_DEV void tlmm_wait_product(float* raw) {
@@ -130,10 +142,17 @@ TLMM_DEV void tlmm_stage_rows(const float* total, void* staging) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
       :: "r"(s + (((v >> 2) + side ^ row & 7) << 4)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory"); }
   __syncwarp(); }
-// One staged row to `to`, 8 lanes a row: this lane's 16 bytes of row `row`.
-TLMM_DEV void tlmm_store_row(long long to, const void* staging, int row) {
-  unsigned chunk = tlmm_lane() & 7;
-  *(uint4*)(to + chunk * 16) = *(const uint4*)((const char*)staging + row * 128 + ((chunk ^ (row & 7)) << 4)); }
+// 16 staged rows, 8 lanes a row and 4 rows at a time: row 4 s + lane / 8 to byte `offset` of to[s], if that is not null.
+TLMM_DEV void tlmm_store_rows(const int64_t* to, const void* staging, int offset) {
+  unsigned lane = tlmm_lane(), chunk = lane & 7, row = lane >> 3;
+  uint4 piece[4];
+  #pragma unroll
+  for (int s = 0; s < 4; s++, row += 4)
+    piece[s] = *(const uint4*)((const char*)staging + row * 128 + ((chunk ^ row & 7) << 4));
+  #pragma unroll
+  for (int s = 0; s < 4; s++)
+    if (to[s]) *(uint4*)(to[s] + offset + chunk * 16) = piece[s];
+  __syncwarp(); }
 """
 )
 
@@ -151,15 +170,15 @@ class Share:
     """
 
     loops: tuple[tuple[int, ...], ...]
-    a_row: int
-    b_block: tuple[int, ...]
-    half: tuple[int, ...]
+    a_row: Any
+    b_block: tuple[Any, ...]
+    half: tuple[Any, ...]
     splits_columns: bool
 
     @classmethod
-    def of(cls, schedule: Schedule, linear: int, wg: int, rows: int) -> Share:
-        """The share of warpgroup `wg` in a tile of `rows` rows of linear1 or linear2 (`linear` is 1
-        or 2)."""
+    def of(cls, schedule: Schedule, linear: int, wg: Any, rows: int) -> Share:
+        """The share of warpgroup `wg` (a number, or an expression of one) in a tile of `rows` rows
+        of linear1 or linear2 (`linear` is 1 or 2)."""
         if schedule.pingpong:
             return cls(((0, 1),), 0, (0, 1), (0, 1), False)
         block_n = schedule.linear1_block_n if linear == 1 else schedule.linear2_block_n
@@ -176,15 +195,15 @@ class Share:
         return tuple(q for loop in self.loops for q in loop)
 
 
-def shares(plan: Plan, linear: int, wg: int) -> tuple[Share, ...]:
+def shares(plan: Plan, linear: int, wg: Any) -> tuple[Share, ...]:
     """The shares of warpgroup `wg` in tiles of linear1 or linear2, by `Plan.tile_rows`."""
     return tuple(Share.of(plan.schedule, linear, wg, rows) for rows in plan.tile_rows(linear))
 
 
-def first_unit_row(plan: Plan, linear: int, wg: int, valid):
+def first_unit_row(plan: Plan, linear: int, wg, valid):
     """The first row, within a tile of a block with `valid` rows, that warpgroup `wg` computes."""
     found = tuple(share.a_row for share in shares(plan, linear, wg))
-    return found[0] if len({*found}) == 1 else T.if_then_else(plan.takes(linear, 64, valid), *found)
+    return found[0] if len(found) == 1 else T.if_then_else(plan.takes(linear, 64, valid), *found)
 
 
 @T.meta_class
@@ -195,13 +214,11 @@ class Accumulators:
     Attributes:
         raw: the product of one K block.
         total: sums of a unit each.
-        row_sf: of a K block, by row half.
     """
 
     def __init__(self, units: int):
         self.raw = T.alloc_local((RAW,), "float32")
         self.total = tuple(T.alloc_local((RAW,), "float32") for _ in range(units))
-        self.row_sf = T.alloc_local((2,), "float32")
 
 
 LEFT, RIGHT = 0, RAW // 2
@@ -228,9 +245,10 @@ def stage_rows(total, first: int, staging):
     return T.call_extern("handle", f"tlmm_stage_rows<{first}>", total.data, staging)
 
 
-def store_row(to_address, staging, row):
-    """Row `row` of what `stage_rows` staged (64 columns) to a global address; 8 lanes a row."""
-    return T.call_extern("handle", "tlmm_store_row", to_address, staging, row)
+def store_rows(to, staging, offset):
+    """What `stage_rows` staged to byte `offset` of its rows: lane l stores a piece of row
+    `4 s + l // 8` to address `to[s]`, s < 4, and nothing where that is 0."""
+    return T.call_extern("handle", "tlmm_store_rows", to.data, staging, offset)
 
 
 def thread_here():
@@ -258,55 +276,72 @@ def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, 
         w_sf: weight scales (expert, N/128, K/128).
         at: (expert, scale rows, (row of the left, row of the right columns) for each unit, as
             positions in `scale rows`).
-        beside: its `under_product(k, K blocks)` is emitted under the first product of K block k.
+        beside: its `under_product()` is emitted under the first product of the second K block, or
+            of the only one.
     """
     expert, sf_rows, sf_of = at
     num_blocks, groups, narrow = num_k
     wgmmas = 4 // groups
-    tx = T.get_thread_binding()
-    lane = tx % 32
-    row = thread_row(tx)
+    columns = tuple(range(len(sf_rows)))
+    lane = T.get_thread_binding() % 32
     # Lane l holds the weight scales of K block l; 32 K blocks on the next ones are loaded.
-    lane_sf = tuple(T.alloc_var("float32") for _ in sf_rows)
-    sf = tuple(T.alloc_var("float32") for _ in sf_rows)
-    for r in tuple(range(len(sf_rows))):
-        lane_sf[r][0] = w_sf[expert, sf_rows[r], T.min(lane, num_blocks - 1)]
+    lane_sf = tuple(T.alloc_var("float32") for _ in columns)
+    sf = tuple(T.alloc_var("float32") for _ in columns)
+    scale = T.alloc_local((groups * len(columns) * 2,), "float32")
+    for c in columns:
+        lane_sf[c][0] = w_sf[expert, sf_rows[c], T.min(lane, num_blocks - 1)]
     for q in units:
         for v in T.unroll(RAW):
             acc.total[q][v] = 0.0
-    coming = NextStage(ring, share.a_row)
-    coming.enter(cursor)
+    operands = Operands(ring, share.a_row, groups)
+    operands.enter(cursor)
+    for c in columns:
+        sf[c][0] = T.call_extern("float32", "tlmm_lane_value", lane_sf[c][0], 0)
     for k in T.serial(num_blocks):
-        if coming.full[0] == 0:
-            ring.wait(cursor)
+        if operands.full[0] == 0:
+            operands.wait(cursor)
+            operands.read_scales(cursor)
+        for group in tuple(range(groups)):
+            for c in columns:
+                for h in (0, 1):
+                    scale[(group * len(columns) + c) * 2 + h] = (
+                        operands.row_sf[group * 2 + h] * sf[c][0]
+                    )
         for q in units:
             for group in tuple(range(groups)):
                 T.call_extern(
                     "handle",
                     f"tlmm_product<{group * wgmmas}, {wgmmas}, {'true' if narrow else 'false'}>",
                     acc.raw.data,
-                    coming.a_at[0],
-                    coming.b_at[0] + share.b_block[q] * 1024,
+                    operands.a_at[0],
+                    operands.b_at[0] + T.Cast("uint32", share.b_block[q] * 1024),
                 )
-                for h in (0, 1):
-                    acc.row_sf[h] = ring.a_sf[cursor.stage[0], group, share.a_row + row + 8 * h]
                 if (q, group) == (units[0], 0):
-                    for r in tuple(range(len(sf_rows))):
-                        sf[r][0] = T.call_extern("float32", "tlmm_lane_value", lane_sf[r][0], k)
-                    if num_blocks > 32:
-                        if k % 32 == 31:
-                            for r in tuple(range(len(sf_rows))):
-                                lane_sf[r][0] = w_sf[
-                                    expert, sf_rows[r], T.min(k + 1 + lane, num_blocks - 1)
-                                ]
-                    beside.under_product(k, num_blocks)
+                    if k == min(1, num_blocks - 1):
+                        beside.under_product()
                 if (q, group) == (units[-1], groups - 1):
-                    coming.advance(cursor)
+                    operands.advance(cursor)
+                    if k + 1 < num_blocks:
+                        operands.look(cursor)
+                    for c in columns:
+                        sf[c][0] = T.call_extern("float32", "tlmm_lane_value", lane_sf[c][0], k + 1)
+                    if num_blocks > 32:
+                        if k % 32 == 30:
+                            for c in columns:
+                                lane_sf[c][0] = w_sf[
+                                    expert, sf_rows[c], T.min(k + 2 + lane, num_blocks - 1)
+                                ]
                 T.call_extern("handle", "tlmm_wait_product", acc.raw.data)
                 if (q, group) == (units[-1], groups - 1):
-                    ring.release_behind(cursor)
-                for half in (0, 1):
-                    for v in T.unroll(RAW // 2):
-                        acc.total[q][v + half * (RAW // 2)] += acc.raw[v + half * (RAW // 2)] * (
-                            acc.row_sf[v // 2 % 2] * sf[sf_of[q][half]][0]
-                        )
+                    operands.release()
+                left, right = (2 * (group * len(columns) + c) for c in sf_of[q])
+                T.call_extern(
+                    "handle",
+                    "tlmm_promote",
+                    acc.total[q].data,
+                    acc.raw.data,
+                    scale[left],
+                    scale[left + 1],
+                    scale[right],
+                    scale[right + 1],
+                )

@@ -29,7 +29,7 @@ class Turns:
         rows: rows that its pool block holds.
     """
 
-    def __init__(self, plan: Plan, shared, cursor, wg: int):
+    def __init__(self, plan: Plan, shared, cursor, wg):
         self.plan = plan
         self.tasks = shared.tasks
         self.cursor = cursor

@@ -21,11 +21,6 @@ TLMM_DEV void tlmm_store_bulk(void* to, const void* s, unsigned n) {
 TLMM_DEV void tlmm_commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 TLMM_DEV void tlmm_wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 TLMM_DEV void tlmm_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-TLMM_DEV int tlmm_is_full(const void* bar, int parity) {
-  int ok;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p;}"
-    : "=r"(ok) : "r"(tlmm_smem(bar)), "r"(parity) : "memory");
-  return ok; }
 """
 
 
@@ -45,7 +40,7 @@ def fence_shared():
 class Report:
     """What the first thread of math warpgroup `wg` owes: the pool block, -1 when nothing."""
 
-    def __init__(self, plan: Plan, p: Params, wg: int):
+    def __init__(self, plan: Plan, p: Params, wg):
         self.plan = plan
         self.p = p
         self.leader = 128 + wg * 128
@@ -79,11 +74,10 @@ class Report:
                     self.pay()
 
     @T.inline
-    def under_product(self, k, num_blocks):
-        """Report under the second K block of a tile, or the only one."""
+    def under_product(self):
+        """Report under a product."""
         if self.deferred:
-            if k == min(1, num_blocks - 1):
-                self.pay()
+            self.pay()
 
     @T.inline
     def settle(self):

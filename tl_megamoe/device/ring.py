@@ -22,6 +22,29 @@ from ..schedule import BLOCK_K, whole_kib
 from .plan import FP8, Plan
 from .tasks import Tasks
 
+RING_CUDA = r"""
+// Lane 0's value, which the compiler then knows to be the same in all lanes.
+TLMM_DEV int tlmm_uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
+TLMM_DEV unsigned tlmm_uniform_address(const void* p) {
+  return __shfl_sync(0xffffffffu, tlmm_smem(p), 0); }
+TLMM_DEV float tlmm_load_shared(unsigned at) {
+  float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return v; }
+// A phase of a barrier: looked at once, and waited for.
+TLMM_DEV int tlmm_is_full(unsigned bar, int parity) {
+  int ok;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+    "selp.s32 %0, 1, 0, p;}"
+    : "=r"(ok) : "r"(bar), "r"(parity) : "memory");
+  return ok; }
+TLMM_DEV void tlmm_wait_full(unsigned bar, int parity) {
+  asm volatile("{.reg .pred p;\n"
+    "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;}"
+    :: "r"(bar), "r"(parity) : "memory"); }
+TLMM_DEV void tlmm_free(unsigned bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory"); }
+"""
+
 
 @T.meta_class
 class Cursor:
@@ -105,7 +128,7 @@ class Ring:
         return T.call_extern(
             "int32",
             "tlmm_is_full",
-            T.address_of(self.full[cursor.stage[0]]),
+            T.call_extern("uint32", "tlmm_smem", T.address_of(self.full[cursor.stage[0]])),
             cursor.parity[0],
         )
 
@@ -122,59 +145,121 @@ class Ring:
     def wait(self, cursor):
         T.mbarrier_wait_parity(self.full[cursor.stage[0]], cursor.parity[0])
 
-    @T.inline
-    def release_behind(self, cursor):
-        """Free the stage before the cursor's. One warp."""
-        # The other lanes have read their row scales.
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(
-                self.empty[
-                    T.if_then_else(cursor.stage[0] == 0, self.stages - 1, cursor.stage[0] - 1)
-                ]
-            )
-
 
 @T.meta_class
-class NextStage:
-    """What a math warp knows of a stage before it gets there, so that between two products it has
-    nothing to do but to promote.
+class Operands:
+    """The ring as a math warpgroup reads it, in one K loop.
+
+    All addresses are a base and a stage. The bases, stage and parity are read through lane 0 once a
+    loop, so that the compiler knows them to be uniform: then each address of a K block is one
+    instruction that no warp waits for. From `T.address_of` a barrier's address alone is five, with
+    a special register among them.
 
     Attributes:
         a_row: first row of A that the warpgroup multiplies.
+        groups: scales of a row in a K block.
         full: whether the stage was full when it was looked at; 0 where nobody looked.
-        a_at, b_at: descriptors of its operands (device/matmul.py).
+        a_at, b_at: descriptors of the stage's operands (device/matmul.py).
+        row_sf: scales of a thread's two rows, by group and row half.
     """
 
-    def __init__(self, ring: Ring, a_row: int):
+    def __init__(self, ring: Ring, a_row, groups: int):
         self.ring = ring
         self.a_row = a_row
+        self.groups = groups
+        self.block_m = ring.a.shape[1]
         self.full = T.alloc_var("int32")
         self.a_at = T.alloc_var("uint32")
         self.b_at = T.alloc_var("uint32")
+        self.row_sf = T.alloc_local((2 * groups,), "float32")
+        self.left = T.alloc_var("int32")
+        self.a_base = T.alloc_var("uint32")
+        self.b_base = T.alloc_var("uint32")
+        self.full_base = T.alloc_var("uint32")
+        self.empty_base = T.alloc_var("uint32")
+        self.sf_base = T.alloc_var("uint32")
 
     @T.inline
     def enter(self, cursor):
         """Begin at the cursor's stage, of which nothing is known."""
+        ring = self.ring
+        tx = T.get_thread_binding()
         self.full[0] = 0
-        self.address(cursor)
+        cursor.stage[0] = T.call_extern("int32", "tlmm_uniform", cursor.stage[0])
+        cursor.parity[0] = T.call_extern("int32", "tlmm_uniform", cursor.parity[0])
+        self.a_base[0] = T.call_extern(
+            "uint32", "tlmm_descriptor", T.address_of(ring.a[0, 0, 0])
+        ) + T.Cast("uint32", self.a_row * (BLOCK_K // 16))
+        self.b_base[0] = T.call_extern("uint32", "tlmm_descriptor", T.address_of(ring.b[0]))
+        self.full_base[0] = T.call_extern(
+            "uint32", "tlmm_uniform_address", T.address_of(ring.full[0])
+        )
+        self.empty_base[0] = T.call_extern(
+            "uint32", "tlmm_uniform_address", T.address_of(ring.empty[0])
+        )
+        self.sf_base[0] = T.call_extern(
+            "uint32", "tlmm_smem", T.address_of(ring.a_sf[0, 0, 0])
+        ) + T.Cast("uint32", (self.a_row + tx % 128 // 32 * 16 + tx % 32 // 4) * 4)
+        self.place(cursor)
+
+    @T.inline
+    def place(self, cursor):
+        self.a_at[0] = _in_stage(self.a_base, cursor, self.block_m * (BLOCK_K // 16))
+        self.b_at[0] = _in_stage(
+            self.b_base, cursor, self.ring.b_blocks * (BLOCK_K * BLOCK_K // 16)
+        )
+
+    @T.inline
+    def wait(self, cursor):
+        """Wait until the stage is full."""
+        T.call_extern(
+            "handle", "tlmm_wait_full", _in_stage(self.full_base, cursor, 8), cursor.parity[0]
+        )
+
+    @T.inline
+    def read_scales(self, cursor):
+        """Read the row scales of the stage, which is full."""
+        for group in tuple(range(self.groups)):
+            for h in (0, 1):
+                self.row_sf[group * 2 + h] = T.call_extern(
+                    "float32",
+                    "tlmm_load_shared",
+                    _in_stage(self.sf_base, cursor, self.groups * self.block_m * 4)
+                    + T.uint32(group * self.block_m * 4 + h * 32),
+                )
 
     @T.inline
     def advance(self, cursor):
-        """Move the cursor to the next stage and look at that, without waiting."""
+        """Move on to the next stage, of which nothing is known."""
+        self.left[0] = cursor.stage[0]
         cursor.advance()
-        self.address(cursor)
-        self.full[0] = self.ring.is_full(cursor)
+        self.place(cursor)
+        self.full[0] = 0
 
     @T.inline
-    def address(self, cursor):
-        ring = self.ring
-        self.a_at[0] = T.call_extern(
-            "uint32", "tlmm_descriptor", T.address_of(ring.a[cursor.stage[0], self.a_row, 0])
+    def look(self, cursor):
+        """See whether the stage is full, without waiting, and if so read its scales."""
+        self.full[0] = T.call_extern(
+            "int32", "tlmm_is_full", _in_stage(self.full_base, cursor, 8), cursor.parity[0]
         )
-        self.b_at[0] = T.call_extern(
-            "uint32", "tlmm_descriptor", T.address_of(ring.b[ring.b_at(cursor, 0)])
-        )
+        if self.full[0] == 1:
+            self.read_scales(cursor)
+
+    @T.inline
+    def release(self):
+        """Free the stage before. One warp, whose lanes have all read their row scales."""
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.call_extern(
+                "handle",
+                "tlmm_free",
+                self.empty_base[0] + T.Cast("uint32", self.left[0]) * T.uint32(8),
+            )
+
+
+def _in_stage(base, cursor, size: int):
+    """An address within the cursor's stage, from that within the first."""
+    return base[0] + T.Cast("uint32", cursor.stage[0]) * T.uint32(size)
 
 
 def expect(ring, cursor, num_bytes: int, arrive: bool):

@@ -126,34 +126,30 @@ def activate(plan: Plan, p: Params, total, weight):
 
 @T.meta_class
 class RowWeights:
-    """Routing weights of a thread's two rows, fetched under the last product of a tile.
+    """Routing weights of a thread's two rows, fetched under a product: the rows are there then.
 
     Attributes:
         values: by row half.
     """
 
-    def __init__(self, plan: Plan, p: Params, report: Report, wg: int, row):
+    def __init__(self, p: Params, report: Report, row):
         self.p = p
         self.report = report
-        self.needed = not plan.recipe.folds_topk_weight or any(
-            writes_scales(plan, share, wg) for share in shares(plan, 1, wg)
-        )
         self.row = row
         self.values = T.alloc_local((2,), "float32")
 
     @T.inline
-    def under_product(self, k, num_blocks):
-        self.report.under_product(k, num_blocks)
-        if self.needed:
-            if k == num_blocks - 1:
-                for h in (0, 1):
-                    self.values[h] = barriers.load_f32(self.p.l1_topk_weights, self.row + 8 * h)
+    def under_product(self):
+        self.report.under_product()
+        for h in (0, 1):
+            self.values[h] = barriers.load_f32(self.p.l1_topk_weights, self.row + 8 * h)
 
 
-def writes_scales(plan: Plan, share: Share, wg: int) -> bool:
+def writes_scales(plan: Plan, share: Share, wg):
     """Whether warpgroup `wg` stores the scales of its units: those that the other one shares are
     stored by one."""
-    return plan.recipe.intermediate_group == 64 or not share.splits_columns or wg == 0
+    shared = share.splits_columns and plan.recipe.intermediate_group == 128
+    return wg == 0 if shared else True
 
 
 @T.macro
@@ -161,10 +157,8 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
     """The K loops of one tile: gate left, up right; returns its `RowWeights`. Role: math."""
     block, tile, expert, valid = at
     weights = RowWeights(
-        plan,
         p,
         report,
-        wg,
         block * plan.schedule.block_m
         + first_unit_row(plan, 1, wg, valid)
         + thread_row(thread_here()),
@@ -278,10 +272,11 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, sha
             sf = device_e4m3_scale(
                 _row_maximum(shared, recipe, exchange, amax, q, (turn, 1 - wg, row), h), recipe
             )
-            if writes and q < num_writers:
-                shared.scales[wg, share.half[q] % scales, share.a_row + row + 8 * h] = _stored(
-                    recipe, sf, weights.values[h]
-                )
+            if q < num_writers:
+                if writes:
+                    shared.scales[wg, share.half[q] % scales, share.a_row + row + 8 * h] = _stored(
+                        recipe, sf, weights.values[h]
+                    )
             sf = device_inverse(sf, recipe, plan.fast_math)
             for v in T.unroll(RAW // 4):
                 acc.total[q][v // 2 * 4 + v % 2 + 2 * h] = (
@@ -297,10 +292,11 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, sha
                 shared.staging[wg * 64 + q * 32, 0],
                 64 * 64,
             )
-            if writes and q < num_writers:
-                store_bulk(
-                    p.l2_acts_sf[tile * scales + share.half[q] % scales, first_row],
-                    shared.scales[wg, share.half[q] % scales, share.a_row],
-                    64 * 4,
-                )
+            if q < num_writers:
+                if writes:
+                    store_bulk(
+                        p.l2_acts_sf[tile * scales + share.half[q] % scales, first_row],
+                        shared.scales[wg, share.half[q] % scales, share.a_row],
+                        64 * 4,
+                    )
         weights.report.owe(block)

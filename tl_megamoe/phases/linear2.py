@@ -28,7 +28,7 @@ from ..device.matmul import (
     scaled_k_loop,
     shares,
     stage_rows,
-    store_row,
+    store_rows,
     thread_here,
 )
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
@@ -39,7 +39,7 @@ from ..schedule import BLOCK_K, COUNTER_BITS
 
 @T.meta_class
 class Targets:
-    """Where the rows of a tile go, fetched under its first product: lane l of a warp holds the
+    """Where the rows of a tile go, fetched under a product: lane l of a warp holds the
     address of row l % 16 of the warp's 16."""
 
     def __init__(self, plan: Plan, p: Params, report: Report, row):
@@ -50,21 +50,20 @@ class Targets:
         self.address = T.alloc_var("int64", init=T.int64(0))
 
     @T.inline
-    def under_product(self, k, num_blocks):
-        if k == 0:
-            source = barriers.load(self.p.metadata, self.row)
-            # Rows past the expert's count hold anything: some rank's address, never stored to.
-            rank = T.min(
-                T.Cast("int32", T.Cast("uint32", source) >> T.uint32(COUNTER_BITS)),
-                self.plan.problem.num_ranks - 1,
-            )
-            self.address[0] = (
-                self.p.peers[rank]
-                + self.plan.offset("combine_acts")
-                + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
-                * (self.plan.problem.hidden * ITEM_BYTES_BF16)
-            )
-        self.report.under_product(k, num_blocks)
+    def under_product(self):
+        self.report.under_product()
+        source = barriers.load(self.p.metadata, self.row)
+        # Rows past the expert's count hold anything: some rank's address, never stored to.
+        rank = T.min(
+            T.Cast("int32", T.Cast("uint32", source) >> T.uint32(COUNTER_BITS)),
+            self.plan.problem.num_ranks - 1,
+        )
+        self.address[0] = (
+            self.p.peers[rank]
+            + self.plan.offset("combine_acts")
+            + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
+            * (self.plan.problem.hidden * ITEM_BYTES_BF16)
+        )
 
     def of(self, lane):
         """The address that a lane holds."""
@@ -135,8 +134,9 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
     report.pay_if_empty(shared.ring, cursor)
     for rows, share in zip(plan.tile_rows(2), shares(plan, 2, wg), strict=True):
         if plan.takes(2, rows, valid):
-            columns = tuple(sorted({*(share.half[q] for q in share.units)}))
-            scale_rows = tuple(tile * (s.linear2_block_n // 128) + half for half in columns)
+            scale_rows = tuple(
+                tile * (s.linear2_block_n // 128) + share.half[q] for q in share.units
+            )
             scaled_k_loop(
                 plan,
                 shared.ring,
@@ -151,9 +151,8 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
             )
     if plan.ring_wraps:
         # Any math thread behind the K loop: the tile's TMA reads are complete.
-        if s.pingpong or wg == 0:
-            if T.get_thread_binding() == 128 + wg * 128:
-                barriers.add_release(p.workspace, plan.counter("l2_done") + block, 1)
+        if T.get_thread_binding() == (128 + wg * 128 if s.pingpong else 128):
+            barriers.add_release(p.workspace, plan.counter("l2_done") + block, 1)
     return targets
 
 
@@ -168,23 +167,18 @@ def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, targets):
     # 16 rows x 64 columns a warp and pass, through the warp's own staging rows. Behind the barrier
     # the leader has paid for the linear1 tile before: its stores have left.
     staging = T.address_of(shared.staging[wg * 64 + warp * 16, 0])
+    to = T.alloc_local((4,), "int64")
     barriers.sync(barriers.STAGING + wg, 128)
     for rows, share in zip(plan.tile_rows(2), shares(plan, 2, wg), strict=True):
         if plan.takes(2, rows, valid):
             if share.a_row < valid:
-                first_row = share.a_row + warp * 16
+                for step in (0, 1, 2, 3):
+                    row = step * 4 + thread % 32 // 8
+                    to[step] = targets.of(row)
+                    if share.a_row + warp * 16 + row >= valid:
+                        to[step] = T.int64(0)
                 for q in share.units:
                     column = tile * s.linear2_block_n + share.half[q] * 128
                     for first in (LEFT, RIGHT):
                         stage_rows(acc.total[q], first, staging)
-                        for step in (0, 1, 2, 3):
-                            row = step * 4 + thread % 32 // 8
-                            target = T.alloc_var("int64")
-                            target = targets.of(row)
-                            if first_row + row < valid:
-                                store_row(
-                                    target + (column + first * 2) * ITEM_BYTES_BF16,
-                                    staging,
-                                    row,
-                                )
-                        T.sync_warp()
+                        store_rows(to, staging, (column + first * 2) * ITEM_BYTES_BF16)
