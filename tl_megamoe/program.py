@@ -124,6 +124,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     )
                     turns.end_multiply()
                     trace.mark_tile(plan, p, trace.MULTIPLY, 1, block, tile)
+                    turns.next_early()
                     turns.begin_finish()
                     if plan.schedule.pingpong:
                         trace.mark_tile(plan, p, trace.FINISH_TURN, 1, block, tile)
@@ -150,6 +151,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     )
                     turns.end_multiply()
                     trace.mark_tile(plan, p, trace.MULTIPLY, 2, block, tile)
+                    turns.next_early()
                     turns.begin_finish()
                     if plan.schedule.pingpong:
                         trace.mark_tile(plan, p, trace.FINISH_TURN, 2, block, tile)
