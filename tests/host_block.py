@@ -308,8 +308,9 @@ class Block:
                 rank.add("l2_done", task.block, 1, self.plan.l2_done_target)
             yield None
             turns.end(self.multiply_turn)
-            yield from turns.begin(self.finish_turn)
             share = self.share(task, wg, turns.rows)
+            yield from turns.next_early()
+            yield from turns.begin(self.finish_turn)
             units = [(share.half[q], range(share.a_row, share.a_row + 64)) for q in share.units]
             if task.phase == 1:
                 if share.splits_columns and self.plan.recipe.intermediate_group == 128:

@@ -124,10 +124,14 @@ class Turns:
             yield from self.pass_over()
         yield from self.read()
 
+    def next_early(self) -> Agent:
+        if not self.pingpong:
+            yield from self.read()
+
     def next(self) -> Agent:
         if self.pingpong:
             yield from self.pass_over()
-        yield from self.read()
+            yield from self.read()
 
     def begin(self, turn: tuple[NamedBarrier, NamedBarrier]) -> Agent:
         if self.pingpong:
@@ -164,13 +168,15 @@ class Report:
         if self.owed is None:
             return
         rank, target = self.block.rank, self.block.plan.l2_arrival_target
+        waits = self.block.world.rules.stores_wait
         yield None
-        if self.block.world.rules.stores_wait:
+        if waits:
             rank.l2.update(self.stores)
             yield None
         rank.add("l2_arrival", self.owed, 1, target)
         yield None
-        rank.l2.update(self.stores)
+        if not waits:
+            rank.l2.update(self.stores)
         self.owed = None
 
     def pay_if_empty(self, full: bool) -> Agent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import fuzz_launch
@@ -310,17 +311,24 @@ def refusal(
     return fuzz_truth.judge(case, y, right) if len(y) else ""
 
 
+def distinct(case: Case) -> bool:
+    """Whether no token has two routes to one expert, whose errors would add up."""
+    routes = Routes.of(fuzz_truth.joined(fuzz_truth.make_inputs(case)).topk_idx, case)
+    pairs = routes.token * case.num_experts + routes.expert
+    return len(pairs.unique()) == len(pairs)
+
+
 @pytest.mark.parametrize(
-    ("error", "recipe", "layers", "most"), [(2e-4, "", 80, 0), (0.0, "pow2-64", 200, 1000)]
+    ("error", "recipe", "layers", "most"), [(2e-4, "", 80, 0), (0.0, "pow2-64", 160, 160)]
 )
 def test_errors_of_wgmma_pass_and_another_recipe_does_not(
     error: float, recipe: str, layers: int, most: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With scales and clamps at which a small error of a gate is a large one of the result."""
     generator = torch.Generator().manual_seed(seed)
+    cases = (case for case in small_layers(seed, 800) if not recipe or distinct(case))
     refused = sum(
-        bool(refusal(case, error, recipe, generator, monkeypatch))
-        for case in small_layers(seed, layers)
+        bool(refusal(case, error, recipe, generator, monkeypatch)) for case in islice(cases, layers)
     )
     assert (refused > 3) == (most > 0)
     assert refused <= most

@@ -154,8 +154,10 @@ def breaks(
     rows_in_flight: int = 1,
     block_rows: int = 64,
     math_mode: str = "cooperative",
+    runs: int = 3,
 ) -> list[ModelError]:
-    """What goes wrong in random launches with many blocks on rank 0 under these rules."""
+    """What goes wrong in random launches with many blocks on rank 0 under these rules; `runs` of
+    each style."""
     rng = random.Random(seed)
     local = 8
     problem = Problem(
@@ -172,7 +174,7 @@ def breaks(
     plan = make_plan(problem, schedule, 8 * block_rows, ring_blocks)
     routing = [[[token % local] for token in range(4 * block_rows)] for _ in range(2)]
     found = []
-    for style in STYLES * 3:
+    for style in STYLES * runs:
         try:
             World(plan, [routing], order, rng, style, rules).run()
         except ModelError as error:
@@ -239,7 +241,7 @@ def test_a_missing_wait_is_seen(
 def test_a_broken_handover_is_seen(
     rules: Rules, mode: str, error: type[ModelError], message: str, seed: int
 ) -> None:
-    found = breaks(rules, seed=seed, num_sms=6, math_mode=mode)
+    found = breaks(rules, seed=seed, num_sms=6, math_mode=mode, runs=8)
     assert found
     assert all(isinstance(e, error) for e in found)
     assert any(re.search(message, str(e)) for e in found), found
