@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -333,6 +334,26 @@ def check_launches(case: Case) -> str:
 # ---- text
 
 
+def wrong_strides(case: Case, text: str) -> str:
+    """What stands a stage apart in the K loops, by the text, and does not in the ring."""
+    s, scales = case.schedule, case.numeric.scales_per_k_block
+    sf = scales * s.block_m * 4
+    barrier, operands = 8, {s.block_m * 8, s.max_block_n * 8}  # descriptors count 16 bytes
+    loads = re.findall(r"tlmm_load_shared\((.*)\);", text)
+    stage = r"\(\(uint\)\w+\) \* \(uint\)(\d+)\)"
+    for load in loads:
+        if re.findall(stage, load) != [str(sf)]:
+            return f"scales of a stage are {sf} bytes, and one is read at {load}"
+        behind = re.search(r"\) \+ \(uint\)(\d+)\)$", load)
+        row = int(behind[1]) if behind else 0
+        if row // (s.block_m * 4) >= scales or row % (s.block_m * 4) not in (0, 32):
+            return f"a row has {scales} scales {s.block_m * 4} bytes apart, one is read at {load}"
+    rest = {int(n) for n in re.findall(stage, text)} - {sf, barrier} - operands
+    if rest or not loads:
+        return f"{len(loads)} scales are read, other strides are {sorted(rest)}"
+    return ""
+
+
 def check_lowers(case: Case) -> str:
     """The program becomes CUDA text with products, and without what serialises them."""
     from tilelang import tvm
@@ -350,6 +371,8 @@ def check_lowers(case: Case) -> str:
     for word in ("printf", "__trap", "__sync_thread_partial"):
         if word in text:
             return f"{word} in the text"
+    if strides := wrong_strides(case, text):
+        return strides
     barrier, other = "tlmm_grid_sync((", "tlmm_rank_sync(("
     if case.num_ranks > 1:
         barrier, other = other, barrier

@@ -6,7 +6,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from gpu_cases import MODES, SMALL, SMALL_CAPACITY, fit, variants
+from fuzz_cases import Case
+from fuzz_checks import check_lowers, wrong_strides
+from gpu_cases import MODES, RECIPE_SPLITS, SMALL, SMALL_CAPACITY, fit, schedules, variants
 from machine_code import check_code, check_report
 
 from tl_megamoe.frozen import frozen_paths, read_frozen
@@ -88,6 +90,25 @@ def test_many_ranks_text_meets_its_peers() -> None:
     assert text.count("tlmm_rank_sync((") == 2
     assert "tlmm_grid_sync((" not in text
     assert text.count("tlmm_wait_equal((") == 4  # tokens, linear1, and both rings
+
+
+@pytest.mark.parametrize("recipe", ["exact-128", "exact-64"])
+@pytest.mark.parametrize("split", RECIPE_SPLITS)
+def test_stages_lie_as_the_ring_says(recipe: str, split: str) -> None:
+    """With 64 columns a scale, linear1's rows have one a K block and its stages room for two."""
+    schedule = schedules(SMALL, RECIPE_SPLITS, Recipe.parse(recipe))[split]
+    assert check_lowers(Case.of(SMALL, schedule, SMALL_CAPACITY, recipe=recipe)) == ""
+
+
+def test_a_stage_of_another_size_is_seen() -> None:
+    case = Case.of(SMALL, fit(SMALL), SMALL_CAPACITY, recipe="exact-64")
+    size = 2 * case.schedule.block_m * 4
+    right = f"x[0] = tlmm_load_shared(((v_5 + (((uint)v_3) * (uint){size})) + (uint)32));"
+    assert wrong_strides(case, right) == ""
+    assert "are read" in wrong_strides(case, "")
+    assert "scales of a stage are" in wrong_strides(case, right.replace(f"{size}", f"{size // 2}"))
+    assert "bytes apart" in wrong_strides(case, right.replace("(uint)32)", f"(uint){size})"))
+    assert "[48]" in wrong_strides(case, right + "\nv_4 = (v_5 + (((uint)v_3) * (uint)48));")
 
 
 def test_runtime_fields_share_a_kernel() -> None:

@@ -168,6 +168,8 @@ class Operands:
         self.a_row = a_row
         self.groups = groups
         self.block_m = ring.a.shape[1]
+        # Of linear2, even where the K loop is linear1's, which has one scale a row.
+        self.sf_bytes = prod(ring.a_sf.shape[1:]) * ITEM_BYTES["float32"]
         self.full = T.alloc_var("int32")
         self.a_at = T.alloc_var("uint32")
         self.b_at = T.alloc_var("uint32")
@@ -224,7 +226,7 @@ class Operands:
                 self.row_sf[group * 2 + h] = T.call_extern(
                     "float32",
                     "tlmm_load_shared",
-                    _in_stage(self.sf_base, cursor, self.groups * self.block_m * 4)
+                    _in_stage(self.sf_base, cursor, self.sf_bytes)
                     + T.uint32(group * self.block_m * 4 + h * 32),
                 )
 
