@@ -318,20 +318,17 @@ def distinct(case: Case) -> bool:
     return len(pairs.unique()) == len(pairs)
 
 
-@pytest.mark.parametrize(
-    ("error", "recipe", "layers", "most"), [(2e-4, "", 80, 0), (0.0, "pow2-64", 160, 160)]
-)
+@pytest.mark.parametrize(("error", "recipe", "layers"), [(2e-4, "", 80), (0.0, "pow2-64", 160)])
 def test_errors_of_wgmma_pass_and_another_recipe_does_not(
-    error: float, recipe: str, layers: int, most: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    error: float, recipe: str, layers: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With scales and clamps at which a small error of a gate is a large one of the result."""
     generator = torch.Generator().manual_seed(seed)
-    cases = (case for case in small_layers(seed, 800) if not recipe or distinct(case))
-    refused = sum(
-        bool(refusal(case, error, recipe, generator, monkeypatch)) for case in islice(cases, layers)
-    )
-    assert (refused > 3) == (most > 0)
-    assert refused <= most
+    drawn = (case for case in small_layers(seed, 800) if not recipe or distinct(case))
+    cases = list(islice(drawn, layers))
+    assert len(cases) == layers
+    refused = sum(bool(refusal(case, error, recipe, generator, monkeypatch)) for case in cases)
+    assert refused > 3 if recipe else refused == 0
 
 
 def test_the_same_row_many_times(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from machine_code import check_code, check_report
 from tl_megamoe.frozen import frozen_paths, read_frozen
 from tl_megamoe.kernel import KernelSpec, compile_kernel, inspect_kernel, parse_report
 from tl_megamoe.problem import PRESETS, Problem
+from tl_megamoe.program import device_cuda
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
 
@@ -98,6 +99,15 @@ def test_stages_lie_as_the_ring_says(recipe: str, split: str) -> None:
     """With 64 columns a scale, linear1's rows have one a K block and its stages room for two."""
     schedule = schedules(SMALL, RECIPE_SPLITS, Recipe.parse(recipe))[split]
     assert check_lowers(Case.of(SMALL, schedule, SMALL_CAPACITY, recipe=recipe)) == ""
+
+
+def test_a_precise_build_keeps_subnormal_numbers() -> None:
+    """nvcc's own code flushes them with fast math alone, and so do promotions."""
+    assert "fma.rn.ftz.f32" in device_cuda(True)
+    assert ".ftz" not in device_cuda(False)
+    assert device_cuda(False).count("fma.rn.f32") == device_cuda(True).count("fma.rn.ftz.f32")
+    spec = KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=SMALL_CAPACITY, fast_math=False)
+    assert ".ftz" not in compile_kernel(spec).source()
 
 
 def test_a_stage_of_another_size_is_seen() -> None:

@@ -19,7 +19,7 @@ a K block. One raw accumulator: a second one would need registers that the total
 
 While a warpgroup promotes, the tensor cores have only the other one's product to work on, and an
 instruction that a warp waits for costs both. So a K block holds little beside its products and
-promotions (DESIGN.md, "Measuring"): addresses are sums in uniform registers (`ring.Operands`), the
+promotions (DESIGN.md, "Tiles"): addresses are sums in uniform registers (`ring.Operands`), the
 next K block's barrier is looked at, and its scales are read, under the last product of this one,
 and consecutive promotions share their scale.
 """

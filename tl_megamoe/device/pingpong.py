@@ -24,7 +24,8 @@ class Turns:
     """A math warpgroup's place in the walk; `cursor` passes over the other one's K blocks.
 
     Attributes:
-        code: of the tile whose turn it is (`walk.task_expression`), negative past the end.
+        code: of the tile whose turn it is (`walk.task_expression`), negative past the end. Behind
+            `next_early` that is the next one: who finishes a tile has copies.
         expert: its expert.
         rows: rows that its pool block holds.
     """

@@ -74,13 +74,7 @@ class Report:
                     self.pay()
 
     @T.inline
-    def under_product(self):
-        """Report under a product."""
-        if self.deferred:
-            self.pay()
-
-    @T.inline
-    def settle(self):
-        """Report the block's last tile."""
+    def pay_deferred(self):
+        """Report, under a product of the next tile or behind the block's last one."""
         if self.deferred:
             self.pay()

@@ -150,10 +150,10 @@ class Ring:
 class Operands:
     """The ring as a math warpgroup reads it, in one K loop.
 
-    All addresses are a base and a stage. The bases, stage and parity are read through lane 0 once a
-    loop, so that the compiler knows them to be uniform: then each address of a K block is one
-    instruction that no warp waits for. From `T.address_of` a barrier's address alone is five, with
-    a special register among them.
+    All addresses are a base and a stage. Stage, parity and the bases, but that of the scales, are
+    read through lane 0 once a loop, so that the compiler knows them to be uniform: then each
+    address of a K block is one instruction that no warp waits for. From `T.address_of` a barrier's
+    address alone is five, with a special register among them.
 
     Attributes:
         a_row: first row of A that the warpgroup multiplies.

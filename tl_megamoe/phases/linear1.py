@@ -140,7 +140,7 @@ class RowWeights:
 
     @T.inline
     def under_product(self):
-        self.report.under_product()
+        self.report.pay_deferred()
         for h in (0, 1):
             self.values[h] = barriers.load_f32(self.p.l1_topk_weights, self.row + 8 * h)
 

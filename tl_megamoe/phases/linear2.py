@@ -51,7 +51,7 @@ class Targets:
 
     @T.inline
     def under_product(self):
-        self.report.under_product()
+        self.report.pay_deferred()
         source = barriers.load(self.p.metadata, self.row)
         # Rows past the expert's count hold anything: some rank's address, never stored to.
         rank = T.min(
