@@ -129,8 +129,10 @@ class World(Layer):
         first = self._first.setdefault((clamp, fast_math), {})
         if rank in first:
             return "" if same_bits(y, first[rank]) else "other bits than the first launch"
-        first[rank] = y
-        return layer_found(self, rank, y, self.expected(rank, clamp)).reason
+        found = layer_found(self, rank, y, self.expected(rank, clamp)).reason
+        if not found:  # else schedules that are wrong in the same way would pass behind this one
+            first[rank] = y
+        return found
 
     def agree(self, reasons: Mapping[int, str]) -> None:
         """Fail on every rank if there is a reason on one: ranks stay in step."""

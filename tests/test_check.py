@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_world
 import pytest
 import torch
 from check_layers import ALL_CHECKS, CAPACITY, ONE, TWO, make, schedule_of
@@ -317,3 +319,20 @@ def test_the_bound_is_that_of_the_comparison() -> None:
     bounds = reference.tolerances(0, TWO.intermediate)
     found = PHASE_CHECKS["fused"]["fused"](layer, schedule)
     assert found.bound == f"{bounds[0]:.1e}, token {bounds[1]:.1e}"
+
+
+def test_a_wrong_result_is_no_measure_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, schedules that are wrong in the same way as the first one are wrong too."""
+    world = object.__new__(gpu_world.World)
+    world._first = {}
+    right, wrong = torch.ones(2), torch.zeros(2)
+
+    def found(_: Any, rank: int, y: torch.Tensor, expected: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(reason="" if torch.equal(y, expected) else f"rank {rank} is off")
+
+    monkeypatch.setattr(gpu_world, "layer_found", found)
+    monkeypatch.setattr(gpu_world.World, "expected", lambda *_: right)
+    for _ in range(2):
+        assert world._judge(0, wrong, None, True) == "rank 0 is off"
+    assert world._judge(0, right, None, True) == ""
+    assert "other bits" in world._judge(0, wrong, None, True)
