@@ -12,9 +12,12 @@ from typing import Any
 from unittest import mock
 
 import tilelang
+from host_model import make_plan
 from sass import check_roles, disassemble
 from tilelang.contrib import nvcc
 
+from tl_megamoe.device.matmul import shares
+from tl_megamoe.device.plan import Plan
 from tl_megamoe.kernel import KernelReport, KernelSpec, compile_cubin, compile_kernel, parse_report
 from tl_megamoe.problem import Problem
 from tl_megamoe.schedule import SMEM_LIMIT_BYTES, Schedule
@@ -76,11 +79,20 @@ def machine_code(spec: KernelSpec) -> MachineCode:
     return MachineCode(report, text)
 
 
+def num_products(plan: Plan) -> int:
+    """Products in the text of a fused kernel, which both math warpgroups share: one for each unit
+    of each kind of tile, and in linear2 for each scale of a K block."""
+    return sum(
+        len(share.units) * scales
+        for linear, scales in ((1, 1), (2, plan.recipe.scales_per_k_block))
+        for share in shares(plan, linear, 0)
+    )
+
+
 def check_report(report: KernelReport, schedule: Schedule, problem: Problem) -> None:
     assert report.spill_bytes == 0
     assert not report.serialised, report.warnings
-    # Each phase has a WGMMA for every unit of a K loop; both warpgroups run one text.
-    assert report.num_wgmma >= 2
+    assert report.num_wgmma == num_products(make_plan(problem, schedule, 1))
     assert report.smem_bytes <= schedule.smem_bytes(problem) <= SMEM_LIMIT_BYTES
     assert schedule.smem_bytes(problem) - report.smem_bytes < 2048
     assert report.registers * schedule.threads <= 65536

@@ -279,7 +279,7 @@ def build_program(plan: Plan):
                                     load_role(plan, p, shared, grid_block, (False, True))
             else:
                 T.set_max_nreg(s.math_registers, 1)
-                # One text for both warpgroups: two of them are fetched past each other.
+                # One text for both warpgroups: half the code to compile and to fetch.
                 wg = T.alloc_var("int32")
                 wg = T.call_extern("int32", "tlmm_uniform", tx // 128 - 1)
                 math_role(plan, p, shared, grid_block, wg)

@@ -256,11 +256,6 @@ def thread_here():
     return T.call_extern("int32", "tlmm_thread")
 
 
-def thread_row(tx):
-    """The lower of the two rows, of a unit's 64, that thread `tx` of a math warpgroup holds."""
-    return tx % 128 // 32 * 16 + tx % 32 // 4
-
-
 @T.macro
 def scaled_k_loop(plan: Plan, ring, cursor, acc, share, units, num_k, w_sf, at, beside):
     """Multiply one tile's K blocks and promote them. Role: math (128 threads).

@@ -146,6 +146,12 @@ class Ring:
         T.mbarrier_wait_parity(self.full[cursor.stage[0]], cursor.parity[0])
 
 
+def thread_row(tx, first=0):
+    """The lower of the two rows, of 64 from `first` on, that thread `tx` of a math warpgroup has of
+    a WGMMA tile."""
+    return first + tx % 128 // 32 * 16 + tx % 32 // 4
+
+
 @T.meta_class
 class Operands:
     """The ring as a math warpgroup reads it, in one K loop.
@@ -201,21 +207,21 @@ class Operands:
         )
         self.sf_base[0] = T.call_extern(
             "uint32", "tlmm_smem", T.address_of(ring.a_sf[0, 0, 0])
-        ) + T.Cast("uint32", (self.a_row + tx % 128 // 32 * 16 + tx % 32 // 4) * 4)
+        ) + T.Cast("uint32", thread_row(tx, self.a_row) * 4)
         self.place(cursor)
 
     @T.inline
     def place(self, cursor):
-        self.a_at[0] = _in_stage(self.a_base, cursor, self.block_m * (BLOCK_K // 16))
+        self.a_at[0] = _in_stage(self.a_base, cursor.stage, self.block_m * (BLOCK_K // 16))
         self.b_at[0] = _in_stage(
-            self.b_base, cursor, self.ring.b_blocks * (BLOCK_K * BLOCK_K // 16)
+            self.b_base, cursor.stage, self.ring.b_blocks * (BLOCK_K * BLOCK_K // 16)
         )
 
     @T.inline
     def wait(self, cursor):
         """Wait until the stage is full."""
         T.call_extern(
-            "handle", "tlmm_wait_full", _in_stage(self.full_base, cursor, 8), cursor.parity[0]
+            "handle", "tlmm_wait_full", _in_stage(self.full_base, cursor.stage, 8), cursor.parity[0]
         )
 
     @T.inline
@@ -226,7 +232,7 @@ class Operands:
                 self.row_sf[group * 2 + h] = T.call_extern(
                     "float32",
                     "tlmm_load_shared",
-                    _in_stage(self.sf_base, cursor, self.sf_bytes)
+                    _in_stage(self.sf_base, cursor.stage, self.sf_bytes)
                     + T.uint32(group * self.block_m * 4 + h * 32),
                 )
 
@@ -242,7 +248,7 @@ class Operands:
     def look(self, cursor):
         """See whether the stage is full, without waiting, and if so read its scales."""
         self.full[0] = T.call_extern(
-            "int32", "tlmm_is_full", _in_stage(self.full_base, cursor, 8), cursor.parity[0]
+            "int32", "tlmm_is_full", _in_stage(self.full_base, cursor.stage, 8), cursor.parity[0]
         )
         if self.full[0] == 1:
             self.read_scales(cursor)
@@ -252,16 +258,12 @@ class Operands:
         """Free the stage before. One warp, whose lanes have all read their row scales."""
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
-            T.call_extern(
-                "handle",
-                "tlmm_free",
-                self.empty_base[0] + T.Cast("uint32", self.left[0]) * T.uint32(8),
-            )
+            T.call_extern("handle", "tlmm_free", _in_stage(self.empty_base, self.left, 8))
 
 
-def _in_stage(base, cursor, size: int):
-    """An address within the cursor's stage, from that within the first."""
-    return base[0] + T.Cast("uint32", cursor.stage[0]) * T.uint32(size)
+def _in_stage(base, stage, size: int):
+    """An address within a stage, from that within the first; `size` is a stage's."""
+    return base[0] + T.Cast("uint32", stage[0]) * T.uint32(size)
 
 
 def expect(ring, cursor, num_bytes: int, arrive: bool):

@@ -35,11 +35,10 @@ from ..device.matmul import (
     shares,
     stage_codes,
     thread_here,
-    thread_row,
 )
 from ..device.plan import Params, Plan
 from ..device.report import Report, fence_shared, store_bulk
-from ..device.ring import Cursor, Shared, fill
+from ..device.ring import Cursor, Shared, fill, thread_row
 from ..recipe import Recipe
 from ..scaling import device_e4m3_scale, device_inverse
 from ..schedule import BLOCK_K
