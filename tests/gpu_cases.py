@@ -20,7 +20,7 @@ RESERVE = 16
 PRESET_CAPACITY = 8192
 SMALL_CAPACITY = 1024
 TOKENS = (0, 1, 7, 63, 64, 65, 129, 512, 1024, 4096, 8192)
-SMALL_TOKENS = (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 260, 819, 1024)
+SMALL_TOKENS = (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 260, 819, 1024)
 FROZEN_TOKENS = (16, 512, 4096)
 """Where the op is tested with the frozen schedules of deepseek-v4-flash."""
 MODES = ("pingpong", "cooperative")
@@ -60,6 +60,7 @@ ODD = {
         small("topk10", num_experts=12, num_topk=10, hidden=256),
         small("duplicates", num_experts=3, num_topk=6),
         small("wide-intermediate", hidden=256, intermediate=4224, num_experts=4),
+        small("experts500", hidden=256, intermediate=128, num_experts=500, num_topk=6),
     )
 }
 """Sizes at the edges of the rules; `duplicates` routes a token to one expert several times."""
@@ -171,6 +172,8 @@ def edge_schedules(problem: Problem) -> Schedules:
     if problem in [EXPERTS[n] for n in MORE_LOCAL_EXPERTS]:
         turn = MORE_LOCAL_EXPERTS.index(problem.num_experts)
         return schedules(problem, [("pingpong", "wide64", "rows")[turn % 3]])
+    if problem.name == "experts500":  # more than threads
+        return schedules(problem, ("wide64",))
     if problem.name in ("topk8", "wide-intermediate"):
         return schedules(problem, ("pingpong", "rows"))
     if problem in [EXPERTS[n] for n in (1, 8, 31, 48)]:

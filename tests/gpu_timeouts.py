@@ -51,9 +51,13 @@ BEHIND = -5
 """A peer's count of launches: one more does not reach this rank's."""
 
 
+MANY_TOKENS = 300
+"""Of one rank: more routes than threads, so that the blocks count them together (dispatch.py)."""
+
+
 def on_one(schedule: str, phase: str) -> tuple[World, Callable[[], object]]:
     w = world(SMALL, SMALL_CAPACITY)
-    w.fill(100, 0)
+    w.fill(MANY_TOKENS, 0)
     # A block that passes a stuck barrier reads lists of routes that are not written yet.
     w.ranks.first.src_routes.zero_()
     return w, lambda: w.launch(variants(SMALL)[schedule], phase)
@@ -169,10 +173,15 @@ def combine_sync(schedule: str) -> tuple[World, Callable[[], object]]:
     return w, launch
 
 
-def held_sms(schedule: str) -> tuple[World, Callable[[], object]]:
+def held_sms_few(schedule: str) -> tuple[World, Callable[[], object]]:
+    """The same with few routes, whose tiles are all of the first blocks."""
+    return held_sms(schedule, 100)
+
+
+def held_sms(schedule: str, tokens: int = MANY_TOKENS) -> tuple[World, Callable[[], object]]:
     """A kernel of another stream has RESERVE multiprocessors, and keeps them too long."""
     w, chosen = world(SMALL, SMALL_CAPACITY), variants(SMALL)[schedule]
-    w.fill(100, 0)
+    w.fill(tokens, 0)
     w.launch(chosen)  # to load a kernel may wait for the one that holds
 
     def launch() -> None:
@@ -243,6 +252,7 @@ CASES: dict[str, Callable[[str], tuple[World, Callable[[], object]]]] = {
         dispatch_sync,
         combine_sync,
         held_sms,
+        held_sms_few,
         never_launches,
         two_never_launch,
         dispatch_signal,

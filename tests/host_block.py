@@ -32,6 +32,8 @@ class Block:
         self.first_block: list[int] = []
         self.total: list[int] = []
         self.counts: list[list[int]] = []
+        # Of few routes: (expert, route) of each received row.
+        self.entries: list[tuple[int, int]] = []
         self.order = (world.lag_order, world.order_step)
         # A ring stage's rows and weights, by step: of which tile, and where its rows came from.
         self.rows_loaded: list[tuple[Task, list[Row]]] = []
@@ -100,6 +102,34 @@ class Block:
     # ---- routing and counts (dispatch.route, dispatch.learn_counts, tlmm_rank_sync)
 
     def start(self) -> Agent:
+        plan, rank, most = self.plan, self.rank, self.world.rules.most_counted
+        most = plan.schedule.threads if most is None else most
+        if plan.counts_few and len(rank.topk_idx) * plan.problem.num_topk <= most:
+            yield from self.count_few()
+        else:
+            yield from self.exchange_counts()
+        self.total = [sum(column) for column in zip(*self.counts, strict=True)]
+        self.first_block = first_blocks(self.total, plan.schedule.block_m)
+        if self.world.rules.bounded_lag:
+            self.order = walk_order(self.first_block[-1], plan.ring_blocks, *self.order)
+        if self.number == 0:
+            for e, total in enumerate(self.total):
+                rank.workspace[plan.counter("expert_recv_count_sum") + e] = total
+                rank.recv_stats[e] += total
+        self.known = True
+
+    def count_few(self) -> Iterator[Wait | None]:
+        """Every block counts all routes of the one rank."""
+        experts = [expert for token in self.rank.topk_idx for expert in token]
+        num_experts = self.plan.problem.num_experts
+        known = ((e, i) for i, e in enumerate(experts) if 0 <= e < num_experts)
+        self.entries = sorted(known)
+        if not self.world.rules.few_in_order:
+            self.entries.sort(key=lambda entry: (entry[0], self.world.rng.random()))
+        self.counts = [[experts.count(e) for e in range(num_experts)]]
+        yield None
+
+    def exchange_counts(self) -> Iterator[Wait | None]:
         plan, rank = self.plan, self.rank
         problem, s = plan.problem, plan.schedule
         local, topk = problem.num_local_experts, problem.num_topk
@@ -127,15 +157,6 @@ class Block:
             rank.workspace[recv + r * local : recv + (r + 1) * local]
             for r in range(problem.num_ranks)
         ]
-        self.total = [sum(column) for column in zip(*self.counts, strict=True)]
-        self.first_block = first_blocks(self.total, s.block_m)
-        if self.world.rules.bounded_lag:
-            self.order = walk_order(self.first_block[-1], plan.ring_blocks, *self.order)
-        if self.number == 0:
-            for e, total in enumerate(self.total):
-                rank.workspace[plan.counter("expert_recv_count_sum") + e] = total
-                rank.recv_stats[e] += total
-        self.known = True
 
     def sync_ranks(self, name: str, *, send_counts: bool) -> Iterator[Wait | None]:
         """Barrier of all blocks of all ranks; of one rank, a grid barrier."""
@@ -192,8 +213,12 @@ class Block:
                 while place >= self.counts[source][expert]:
                     place -= self.counts[source][expert]
                     source = (source + 1) % problem.num_ranks
-                launch, route = rank.src_routes[expert][source][place]
-                check(launch == rank.launch, "a route of another launch is read")
+                if self.entries:
+                    found, route = self.entries[row]
+                    check(found == expert, "an entry of another expert is read")
+                else:
+                    launch, route = rank.src_routes[expert][source][place]
+                    check(launch == rank.launch, "a route of another launch is read")
                 peer = self.world.ranks[source]
                 check(peer.launch == rank.launch, "a token of another launch is read")
                 token, slot = divmod(route, problem.num_topk)

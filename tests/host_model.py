@@ -40,6 +40,9 @@ class Rules:
         pay_at_end: a report is paid when a warpgroup leaves the walk.
         stores_wait: a report waits for the tile's stores.
         maxima_turns: row maxima go to the other of two buffers after every exchange.
+        most_counted: routes that are few: with more, the blocks of one rank count them together.
+            The schedule's threads when None.
+        few_in_order: every block has few routes in the same order.
     """
 
     bounded_lag: bool = True
@@ -53,6 +56,8 @@ class Rules:
     pay_at_end: bool = True
     stores_wait: bool = True
     maxima_turns: bool = True
+    most_counted: int | None = None
+    few_in_order: bool = True
 
 
 def make_plan(
@@ -133,6 +138,7 @@ class World:
         self.plan, self.launches, self.rules = plan, launches, rules
         self.lag_order, self.order_step = order
         self.ranks = [Rank(plan, r) for r in range(plan.problem.num_ranks)]
+        self.rng = rng
         self.scheduler = Scheduler(rng, style)
         self.wrapped = 0
         self.half_blocks = 0

@@ -9,7 +9,8 @@ end of one is seen. Results are compared with the reference, guards with their p
 
 Groups: `variants` (both math modes, block_m 64 and 128, 1 and 2 load warps, few blocks) and
 `recipes`, in wave and in lag order; `quantize`; `ranks`, two virtual ranks, whose kernels wait for
-each other: a tool that runs one kernel at a time makes them time out. After --seconds nothing new
+each other: a tool that runs one kernel at a time makes them time out. 129 and 300 tokens: blocks
+count the routes alone, and together. After --seconds nothing new
 is started, and what was left out is named; the exit status is then 3.
 """
 
@@ -114,7 +115,7 @@ GROUPS = ("variants", "recipes", "quantize", "ranks")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[129])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[129, 300])
     parser.add_argument("--seconds", type=float, default=60.0, help="start nothing after that")
     args = parser.parse_args()
     if not torch.cuda.is_available():

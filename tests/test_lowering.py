@@ -27,6 +27,11 @@ DEFAULTS = [
 """What runs on many ranks where no frozen file covers a problem, in both math modes."""
 
 
+def test_clocks_have_32_bits() -> None:
+    """clock() has 64: a start kept in 32 subtracted from it, no pause would end, or none begin."""
+    assert not re.search(r"(?<!tlmm_)clock\(\)", re.sub("//.*", "", device_cuda(True)))
+
+
 def frozen_kernels() -> list[pytest.param]:
     """One case for each kernel that a frozen file needs."""
     cases = {}

@@ -43,7 +43,8 @@ def test_launches_of_all_ranks(ranks: int, style: str, seed: int) -> None:
         if rng.random() < 0.8:
             plan = make_plan(problem, schedule, capacity, small_ring(rng, plan))
         launches = [random_routing(rng, problem, capacity) for _ in range(2)]
-        world = World(plan, launches, order_of(schedule), rng, style)
+        rules = Rules(most_counted=rng.choice((None, 0, 20)))
+        world = World(plan, launches, order_of(schedule), rng, style, rules)
         wrapped += world.run()
         half_blocks += world.half_blocks
     assert wrapped >= 3  # launches of a rank that reused rows
@@ -115,6 +116,21 @@ def test_right_rules_hold_where_wrong_ones_break(seed: int) -> None:
     assert not breaks(Rules(), seed=seed, order=(False, 8), num_sms=1)
     assert not breaks(Rules(task_slots=2), seed=seed, num_sms=3)
     assert not breaks(Rules(task_slots=3), seed=seed, num_sms=3, math_mode="pingpong")
+
+
+def test_few_routes_need_one_order(seed: int) -> None:
+    """Blocks that count alone pull each row once only if all have an expert's rows in one order."""
+    problem = Problem(
+        name="few", hidden=256, intermediate=128, num_experts=2, num_topk=1, num_ranks=1
+    )
+    schedule = Schedule(block_m=64, stages=2, num_sms=2, rows_in_flight=1, experts_per_wave=2)
+    plan = make_plan(problem, schedule, 40)
+    rng = random.Random(seed)
+    launches = [[[[token % 2] for token in range(40)]]]
+    for style in STYLES:
+        World(plan, launches, (False, 2), rng, style, Rules()).run()
+        with pytest.raises(ModelError):
+            World(plan, launches, (False, 2), rng, style, Rules(few_in_order=False)).run()
 
 
 @pytest.mark.parametrize("lag", [3, 4, 8])

@@ -96,6 +96,31 @@ def test_valid_schedules_fit_the_hardware(case: tuple[Problem, Recipe, Schedule]
     assert schedule.linear1_tiles(problem) * 128 == problem.intermediate
 
 
+def test_few_routes_take_no_room_from_row_chunks() -> None:
+    few = Schedule(block_m=64)
+    assert few.counts_few(FLASH)
+    assert not few.counts_few(PRESETS["deepseek-v4-flash"])  # its ranks tell each other
+    assert not Schedule(block_m=128).counts_few(FLASH)  # 1 KiB is left beside the row chunks
+    assert Schedule(block_m=128, stages=3).counts_few(FLASH)
+    assert few.counts_few(dataclasses.replace(FLASH, num_experts=1365))
+    assert not few.counts_few(dataclasses.replace(FLASH, num_experts=1366))  # no scratch for them
+    none = Schedule(block_m=64, stages=6)
+    assert not none.row_chunk(FLASH)
+    assert not none.counts_few(FLASH)
+
+
+@settings(max_examples=300)
+@given(valid_cases())
+def test_few_routes_leave_a_schedule_as_it_was(case: tuple[Problem, Recipe, Schedule]) -> None:
+    problem, recipe, schedule = case
+    without = sum(schedule._buffers(problem, recipe, False).values())
+    chunk = schedule.row_chunk(problem, recipe)
+    rows = -(-schedule.row_slots * chunk // 1024) * 1024
+    more = schedule.smem_bytes(problem, recipe) - rows - without
+    assert 0 <= more <= 2048
+    assert (more == 0) or schedule.counts_few(problem, recipe)
+
+
 @given(schedules)
 def test_dict_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_dict(schedule.to_dict()) == schedule
@@ -195,7 +220,11 @@ def test_shared_memory_is_what_the_buffers_take(case: tuple[Problem, Recipe, Sch
         "amax": 2 * 2 * 64,
         "scales": 2 * scales * schedule.block_m,
         # Entries of tiles; counts by source rank; total, first_block and first_row with their ends.
-        "tables": 4 * slots + problem.num_experts + 3 * problem.num_local_experts + 2,
+        "tables": 4 * slots
+        + problem.num_experts
+        + 3 * problem.num_local_experts
+        + 2
+        + (schedule.threads if schedule.counts_few(problem, recipe) else 0),
         # Full and empty, a row chunk each, an entry each: 8 bytes.
         "barriers": 2 * (2 * stages + schedule.row_slots + slots),
     }

@@ -66,12 +66,13 @@ def between_canaries(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.
 
 
 @modes
-def test_no_route_writes_outside(mode: str, shared_seed: int) -> None:
+@pytest.mark.parametrize("tokens", [130, 300])
+def test_no_route_writes_outside(tokens: int, mode: str, shared_seed: int) -> None:
     """Routes to nowhere among others, then nothing but such routes."""
     w = world(SMALL, SMALL_CAPACITY)
     chosen = of_mode(variants(SMALL), mode)
     for part, every in enumerate((3, 1)):
-        w.fill(130, shared_seed + part)
+        w.fill(tokens, shared_seed + part)
         topk_idx = w.inputs[0].topk_idx.clone()
         nowhere = torch.tensor((*NO_EXPERTS, SMALL.num_experts), device="cuda")
         flat = topk_idx.view(-1)[::every]
@@ -79,7 +80,7 @@ def test_no_route_writes_outside(mode: str, shared_seed: int) -> None:
         w.change(topk_idx=topk_idx)
         w.check(chosen)
         for schedule in chosen.values():
-            y, y_untouched = between_canaries((130, SMALL.hidden), torch.bfloat16)
+            y, y_untouched = between_canaries((tokens, SMALL.hidden), torch.bfloat16)
             stats, stats_untouched = between_canaries((SMALL.num_local_experts,), torch.int32)
             w.start(schedule, {0: y}, recv_stats={0: stats})
             w.ranks.barrier()

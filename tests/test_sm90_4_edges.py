@@ -58,10 +58,13 @@ def test_weights_of_zero_and_below(mode: str, shared_seed: int) -> None:
 
 
 @modes
+@pytest.mark.parametrize("tokens", [130, 200])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_inf_stay_in_their_token(bad: float, mode: str, shared_seed: int) -> None:
+def test_nan_and_inf_stay_in_their_token(
+    bad: float, tokens: int, mode: str, shared_seed: int
+) -> None:
     w = world(SMALL, SMALL_CAPACITY)
-    w.fill(200, shared_seed)
+    w.fill(tokens, shared_seed)
     chosen = of_mode(variants(SMALL), mode)
     clean = w.run(next(iter(chosen.values())))
     x_sf = w.inputs[0].x_sf.clone()
@@ -112,9 +115,10 @@ def test_nan_stays_in_its_token_on_ranks(num_ranks: int, mode: str, shared_seed:
 
 
 @modes
-def test_experts_out_of_range_are_dropped(mode: str, shared_seed: int) -> None:
+@pytest.mark.parametrize("tokens", [130, 300])
+def test_experts_out_of_range_are_dropped(tokens: int, mode: str, shared_seed: int) -> None:
     w = world(SMALL, SMALL_CAPACITY)
-    w.fill(130, shared_seed)
+    w.fill(tokens, shared_seed)
     topk_idx = w.inputs[0].topk_idx.clone()
     topk_idx[::5, 0] = SMALL.num_experts
     topk_idx[1::5, 1] = -7

@@ -85,10 +85,13 @@ def test_a_grid_barrier(runs: Any, case: str, tags: list[int], phase: str, what:
         assert told["reports"][6]["have"] == 1
 
 
-def test_sms_that_another_stream_holds(runs: Any) -> None:
-    """Those of its blocks that run wait for those that cannot start."""
-    told = told_by(runs, "held_sms", "wide128", [1])
-    assert (told["phase"], told["rank"], told["peer"]) == ("dispatch", 0, None)
+@pytest.mark.parametrize(
+    ("case", "tag", "phase"), [("held_sms", 1, "dispatch"), ("held_sms_few", 6, "combine")]
+)
+def test_sms_that_another_stream_holds(runs: Any, case: str, tag: int, phase: str) -> None:
+    """Those of its blocks that run wait for those that cannot start; with few routes at the end."""
+    told = told_by(runs, case, "wide128", [tag])
+    assert (told["phase"], told["rank"], told["peer"]) == (phase, 0, None)
     assert (told["have"], told["want"]) == (told["num_sms"] - RESERVE, told["num_sms"])
     assert "is another stream or process holding SMs" in told["message"]
 

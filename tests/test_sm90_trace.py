@@ -24,43 +24,50 @@ from tl_megamoe.schedule import default_schedule
 
 pytestmark = pytest.mark.sm90
 
-TOKENS = 300
+TOKENS, FEW_TOKENS = 300, 100
+"""Whose routes the blocks count together, and alone."""
 SAME_NS = 2000
 """What %globaltimer may be off between two SMs, or from one reading to the next."""
 
 
-@lru_cache(maxsize=1)
-def worker() -> TraceWorker:
+@lru_cache(maxsize=2)
+def worker(tokens: int) -> TraceWorker:
     made = TraceWorker(WorkerConfig(problem=SMALL, capacity=SMALL_CAPACITY, recipe=Recipe()))
-    made.cell(TOKENS, "zipf:1.2")
+    made.cell(tokens, "zipf:1.2")
     return made
 
 
-@lru_cache(maxsize=len(TRACED))
-def traced(name: str) -> tuple[Stamped, Trace]:
+CASES = [
+    *((name, TOKENS) for name in TRACED),
+    *((name, FEW_TOKENS) for name in ("default", "wide64")),
+]
+
+
+@lru_cache(maxsize=len(CASES))
+def traced(name: str, tokens: int) -> tuple[Stamped, Trace]:
     schedule = trace_schedules()[name]
-    stamped = worker().trace(schedule)
-    return stamped, read_trace(stamped.words, SMALL, schedule, TOKENS, stamped.received)
+    stamped = worker(tokens).trace(schedule)
+    return stamped, read_trace(stamped.words, SMALL, schedule, tokens, stamped.received)
 
 
-each_schedule = pytest.mark.parametrize("name", TRACED)
+each_schedule = pytest.mark.parametrize(("name", "tokens"), CASES)
 
 
 @each_schedule
-def test_the_result_is_the_shipped_kernels(name: str) -> None:
-    stamped, _ = traced(name)
+def test_the_result_is_the_shipped_kernels(name: str, tokens: int) -> None:
+    stamped, _ = traced(name, tokens)
     assert stamped.same
     assert 0 < stamped.shipped_us < 10 * stamped.profiling_us
 
 
 @each_schedule
-def test_every_lane_does_what_the_walk_says(name: str) -> None:
+def test_every_lane_does_what_the_walk_says(name: str, tokens: int) -> None:
     """Kind, pool block and tile of every stamp: the block's own first task, then what it claimed,
     in the order of the walk."""
-    stamped, found = traced(name)
+    stamped, found = traced(name, tokens)
     schedule, events = found.schedule, found.events
     assert found.num_lost == 0
-    assert sum(stamped.received) == TOKENS * SMALL.num_topk
+    assert sum(stamped.received) == tokens * SMALL.num_topk
     tasks = tasks_of(SMALL, schedule, stamped.received)
     roles = roles_of(schedule)
     lanes = dict(list(events.groupby(["block", "lane"])))
@@ -107,8 +114,8 @@ def test_every_lane_does_what_the_walk_says(name: str) -> None:
 
 
 @each_schedule
-def test_times_are_in_order(name: str) -> None:
-    stamped, found = traced(name)
+def test_times_are_in_order(name: str, tokens: int) -> None:
+    stamped, found = traced(name, tokens)
     events = found.events
     ns = events["end_ns"] - events["begin_ns"]
     assert (ns >= 0).all()

@@ -12,6 +12,7 @@ x_sf                  (CAP, hidden/128) f32          their scales
 topk_idx              (CAP, topk) i64                global expert of a route, -1 for none
 topk_weights          (CAP, topk) f32                routing weights
 src_routes            (local experts, RANKS, CAP*topk) i32   routes (token*topk+slot) a source sends
+                                                     (not few ones: phases/dispatch.py)
 l1_acts, l1_acts_sf   (ring, hidden), (hidden/128, ring)     receive pool of linear1
 l1_topk_weights       (pool,) f32                    routing weight of a pool row
 token_src_metadata    (pool,) i32                    rank<<24 | slot*CAP+token of a pool row

@@ -32,6 +32,7 @@ from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
 from .phases import combine, dispatch, linear1, linear2
 from .phases.dispatch import DISPATCH_CUDA
+from .phases.linear1 import LINEAR1_CUDA
 from .scaling import SCALING_CUDA
 
 DEVICE_CUDA = (
@@ -45,6 +46,7 @@ DEVICE_CUDA = (
     + MATMUL_CUDA
     + SCALING_CUDA
     + DISPATCH_CUDA
+    + LINEAR1_CUDA
 )
 
 

@@ -2,7 +2,7 @@
 
 Every rounding of the kernel is here, in the same order: K blocks of 128 columns multiplied and then
 scaled, FP8 intermediate, BF16 rows, float32 sum over slots. What differs is what the hardware does
-inside a K block, and the last bit of exp and of reciprocals. NaN stays in its token.
+inside a K block, and the last bits of exp and of reciprocals. NaN stays in its token.
 """
 
 from __future__ import annotations

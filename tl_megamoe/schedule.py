@@ -237,8 +237,12 @@ class Schedule:
         Each is made a multiple of 1 KiB (device/ring.py), and so starts at one: what WGMMA's
         swizzles ask for. Dynamic lies behind static memory, at a multiple of 1 KiB too.
         """
+        return self._buffers(problem, recipe, self.counts_few(problem, recipe))
+
+    def _buffers(self, problem: Problem, recipe: Recipe | None, few: bool) -> dict[str, int]:
         scales = (recipe or Recipe()).scales_per_k_block
         tables = 4 * self.task_slots + problem.num_experts + 3 * problem.num_local_experts + 2
+        tables += self.threads if few else 0
         sizes = {
             "ring_a": self.stages * self.block_m * BLOCK_K,
             "ring_b": self.stages * self.max_block_n * BLOCK_K,
@@ -254,11 +258,23 @@ class Schedule:
     def row_chunk(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Bytes of a row that one bulk copy of dispatch moves: a divisor of the row, as large as
         shared memory allows, at most 2048. 0 when not even 128 bytes fit."""
-        free = SMEM_LIMIT_BYTES - sum(self.smem_buffers(problem, recipe).values())
+        return self._row_chunk(problem, recipe, few=False)
+
+    def _row_chunk(self, problem: Problem, recipe: Recipe | None, few: bool) -> int:
+        free = SMEM_LIMIT_BYTES - sum(self._buffers(problem, recipe, few).values())
         for chunk in range(min(problem.hidden, MAX_ROW_CHUNK), 0, -SCALE_BLOCK):
             if problem.hidden % chunk == 0 and whole_kib(chunk * self.row_slots) <= free:
                 return chunk
         return 0
+
+    def counts_few(self, problem: Problem, recipe: Recipe | None = None) -> bool:
+        """Whether a block counts few routes, at most one a thread, without the other blocks
+        (phases/dispatch.py): on one rank, with room for them beside row chunks as large as without,
+        and for what it counts in the staging buffer."""
+        if problem.num_ranks > 1 or self.threads // 32 * problem.num_experts > STAGING_BYTES:
+            return False
+        chunk = self.row_chunk(problem, recipe)
+        return chunk > 0 and self._row_chunk(problem, recipe, few=True) == chunk
 
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""

@@ -20,7 +20,15 @@ from .walk import LINEAR1_BIT
 
 LOOKAHEAD_CUDA = r"""
 TLMM_DEV int tlmm_is_equal(const void* p, int want) { return tlmm_load_acquire(p) == want; }
+// Not clock(), which has 64 bits where a start of 32 would be subtracted from it.
+TLMM_DEV unsigned tlmm_clock() {
+  unsigned now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); return now; }
+TLMM_DEV void tlmm_pause(unsigned clocks) {
+  unsigned start = tlmm_clock(); while (tlmm_clock() - start < clocks) {} }
 """
+
+START_CLOCKS = 2000
+"""Between a block's first loads of weights: about a microsecond."""
 
 
 def block_of(code):
@@ -36,6 +44,7 @@ class Lookahead:
     expert: its expert.
     rows: rows that its pool block holds.
     ready: 1 when its rows are known to be in the pool and may be loaded.
+    is_first: 1 while it is the block's first.
     """
 
     def __init__(self, plan: Plan, p: Params, shared: Shared, grid_block, what):
@@ -51,6 +60,7 @@ class Lookahead:
         self.expert = T.alloc_var("int32", init=0)
         self.rows = T.alloc_var("int32", init=0)
         self.ready = T.alloc_var("int32", init=0)
+        self.is_first = T.alloc_var("int32", init=0)
         self.next_code = T.alloc_var("int32", init=0)
         self.next_expert = T.alloc_var("int32", init=0)
         self.next_rows = T.alloc_var("int32", init=0)
@@ -62,10 +72,12 @@ class Lookahead:
         self.index[0] = self.first - self.plan.schedule.num_sms
         self.look()
         self.advance()
+        self.is_first[0] = 1
 
     @T.inline
     def advance(self):
         """Go on to the next tile, and claim the one behind it."""
+        self.is_first[0] = 0
         self.tasks.read(self.place, self.code, self.expert, self.rows)
         self.place.advance()
         self.ready[0] = self.next_ready[0]
@@ -132,6 +144,16 @@ class Lookahead:
                 # Pairs with the writers' fences: plain and bulk stores of other blocks, our bulk
                 # loads.
                 barriers.fence_async()
+
+    @T.inline
+    def hold_back(self, k):
+        """Before K block `k` of a tile's weights. The ring is filled for the first time while
+        tokens come, by a chain of small accesses, each of which would queue in memory behind the
+        weights that all blocks ask for: so they ask for one stage after the other. Not the warp
+        that loads rows too, which has waited for the tokens."""
+        if self.publishes and not self.loads_rows and self.plan.fused:
+            if (self.is_first[0] == 1) & (k > 0) & (k < self.plan.schedule.stages):
+                T.call_extern("handle", "tlmm_pause", START_CLOCKS)
 
     @T.inline
     def halfway(self, k, num_k):

@@ -93,6 +93,15 @@ class Plan:
         return self.route_steps * self.schedule.num_sms * self.schedule.threads
 
     @property
+    def counts_few(self) -> bool:
+        """Whether this program has the short way for launches with few routes."""
+        return self.runs("dispatch") and self.schedule.counts_few(self.problem, self.recipe)
+
+    def is_few(self, p: Any) -> Any:
+        """Whether a launch has at most a route a thread; traced, where `counts_few`."""
+        return p.num_tokens * self.problem.num_topk <= self.schedule.threads
+
+    @property
     def ring_wraps(self) -> bool:
         """Whether a launch may have more pool blocks than the pools have memory for."""
         return self.layout.ring_rows < self.layout.pool_rows

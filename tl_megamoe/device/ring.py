@@ -310,6 +310,8 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
     row, num_rows, scales = rows
     expert, first_block, num_blocks = at
     for k in T.serial(num_k):
+        if part == 0:
+            ahead.hold_back(k)
         ring.acquire(cursor)
         if with_a:
             acts.start(ring, cursor, row, num_rows, k)
@@ -363,7 +365,8 @@ class Shared:
     """Everything a block keeps in shared memory; Schedule.smem_buffers counts the same.
 
     Attributes:
-        staging: 8 KiB a math warpgroup: codes of a linear1 tile, then rows of a linear2 tile.
+        staging: 8 KiB a math warpgroup: codes of a linear1 tile, then rows of a linear2 tile;
+            before all tiles, what few routes are counted in (dispatch.py).
         amax: row maxima that the math warpgroups exchange, of a tile of 64 rows.
         scales: of a linear1 tile, by warpgroup, on their way to memory.
 
@@ -373,6 +376,7 @@ class Shared:
     total          local experts         rows received
     first_block    local experts + 1     first pool block, number of blocks at the end
     first_row      local experts + 1     first received row, number of rows at the end
+    routes         threads               of few routes (dispatch.py), the entry of a received row
     """
 
     def __init__(self, plan: Plan):
@@ -385,9 +389,12 @@ class Shared:
         self.rows = alloc_kib((s.row_slots * plan.row_chunk,), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)
         first = 4 * s.task_slots
-        self.tables = alloc_kib((first + problem.num_experts + 3 * local + 2,), "int32")
+        routes = first + problem.num_experts + 3 * local + 2
+        few = s.threads if s.counts_few(problem, plan.recipe) else 0
+        self.tables = alloc_kib((routes + few,), "int32")
         self.tasks = Tasks(s.task_slots, self.tables, 0)
         self.counts = Table(self.tables, first)
         self.total = Table(self.tables, first + problem.num_experts)
         self.first_block = Table(self.tables, first + problem.num_experts + local)
         self.first_row = Table(self.tables, first + problem.num_experts + 2 * local + 1)
+        self.routes = Table(self.tables, routes)

@@ -7,7 +7,8 @@ dispatch   dispatch_warps    pull rows, scales, weights; write the pool; report 
 
 barrier                    arrivals                     meaning
 BLOCK                      384                          steps of the routing; counts known to all roles
-dispatch_sync              one a block                  every route is listed and counted (gpu scope)
+dispatch_sync              one a block                  every route is listed and counted (gpu scope);
+                                                        not with few routes
 dispatch_signal[peer]      one a launch                 the peer's routes and counts are here (system scope)
 row_bars[slot]             1 + chunk bytes              a row chunk is in shared memory
 l2_arrival[earlier block]  see linear1.py               its pool rows may be overwritten
@@ -15,6 +16,9 @@ l1_arrival_count[block]    block_m x chunks_per_row     all rows of a pool block
 
 The order of rows inside an expert depends on which block reserved its places first; every row is
 computed alone, so no result depends on it.
+
+One rank with at most a route a thread (few routes) needs neither lists nor the barrier: every block
+reads and counts all routes, in the same order, and so knows the walk and the source of every row.
 """
 
 from __future__ import annotations
@@ -22,21 +26,25 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers, trace
+from ..device.matmul import thread_here
 from ..device.plan import Params, Plan
 from ..device.remote import peer_tensor, pull, put, wait_put
 from ..device.ring import Shared
 from ..schedule import BLOCK_K, COUNTER_BITS
 
 DISPATCH_CUDA = r"""
-// One warp: received counts (source rank x local expert) -> shared copy, rows by expert, first pool block and
-// first row of every expert, with the totals at the end.
+// One warp: received counts (source rank x local expert) -> shared copy, unless they are COUNTED there already, rows by
+// expert, first pool block and first row of every expert, with the totals at the end.
+template <bool COUNTED>
 TLMM_DEV void tlmm_scan_counts(const int* received, int* counts, int ranks, int experts, int block_m, int* total,
                                int* first_block, int* first_row) {
   int lane = (int)(threadIdx.x & 31), blocks = 0, rows = 0;
   for (int b = 0; b < experts; b += 32) {
     int x = b + lane, v = 0;
     if (x < experts)
-      for (int r = 0; r < ranks; r++) { int q = tlmm_load(received + r * experts + x); counts[r * experts + x] = q; v += q; }
+      for (int r = 0; r < ranks; r++) {
+        int q = COUNTED ? counts[r * experts + x] : tlmm_load(received + r * experts + x);
+        counts[r * experts + x] = q; v += q; }
     int nb = (v + block_m - 1) / block_m, sb = nb, sr = v;
     #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
@@ -45,6 +53,29 @@ TLMM_DEV void tlmm_scan_counts(const int* received, int* counts, int ranks, int 
     if (x < experts) { total[x] = v; first_block[x] = blocks + sb - nb; first_row[x] = rows + sr - v; }
     blocks += __shfl_sync(0xffffffffu, sb, 31); rows += __shfl_sync(0xffffffffu, sr, 31); }
   if (lane == 0) { first_block[experts] = blocks; first_row[experts] = rows; } }
+// All threads of a block, each with the expert of one route, -1 for none: what tlmm_scan_counts makes, and the entry
+// expert * 512 + route of every received row, an expert's in the order of routes, which is that of every other block.
+template <int THREADS>
+TLMM_DEV void tlmm_count_few(int expert, void* scratch, int* counts, int experts, int block_m, int* total,
+                             int* first_block, int* first_row, int* entries, int block_barrier) {
+  static_assert(THREADS <= 512, "an entry has 9 bits for its route");
+  unsigned char* by_warp = (unsigned char*)scratch;  // of an expert's routes, those of each warp
+  int thread = tlmm_thread(), warp = thread / 32;
+  for (int i = thread; i < THREADS / 32 * experts; i += THREADS) by_warp[i] = 0;
+  tlmm_bar(block_barrier, THREADS);
+  unsigned same = __match_any_sync(0xffffffffu, expert);
+  int place = __popc(same & ((1u << (thread & 31)) - 1));
+  if (expert >= 0 && place == 0) by_warp[warp * experts + expert] = (unsigned char)__popc(same);
+  tlmm_bar(block_barrier, THREADS);
+  for (int x = thread; x < experts; x += THREADS) {
+    int n = 0;
+    for (int w = 0; w < THREADS / 32; w++) n += by_warp[w * experts + x];
+    counts[x] = n; }
+  if (expert >= 0) for (int w = 0; w < warp; w++) place += by_warp[w * experts + expert];
+  tlmm_bar(block_barrier, THREADS);
+  if (warp == 0) tlmm_scan_counts<true>(0, counts, 1, experts, block_m, total, first_block, first_row);
+  tlmm_bar(block_barrier, THREADS);
+  if (expert >= 0) entries[first_row[expert] + place] = expert * 512 + thread; }
 // Helpers with 32-bit indices: TileLang's own are 64-bit, and take registers that pulling lacks.
 // Entry `within` of list `list` of src_routes, which lies `offset` bytes from the workspace.
 TLMM_DEV int tlmm_route(const void* workspace, long long offset, int list, int length, int within) {
@@ -98,8 +129,51 @@ def warm_l2(plan: Plan, p: Params, grid_block):
     )
 
 
+ENTRY_ROUTES = 512
+"""Of an entry of `shared.routes`: expert * ENTRY_ROUTES + route."""
+
+
 @T.macro
 def route(plan: Plan, p: Params, shared: Shared, grid_block):
+    """All routes of this rank to where their experts' ranks find them. All threads."""
+    if plan.counts_few:
+        if plan.is_few(p):
+            count_few(plan, p, shared)
+        else:
+            list_routes(plan, p, shared, grid_block)
+    else:
+        list_routes(plan, p, shared, grid_block)
+
+
+@T.macro
+def count_few(plan: Plan, p: Params, shared: Shared):
+    """Count the few routes of the only rank, in every block: none waits for another. All threads."""
+    problem = plan.problem
+    expert = T.alloc_var("int32", init=-1)
+    route = T.alloc_var("int32")
+    route = thread_here()
+    if route < p.num_tokens * problem.num_topk:
+        expert = _expert_or_none(
+            p.topk_idx[route // problem.num_topk, route % problem.num_topk], problem.num_experts
+        )
+    T.call_extern(
+        "handle",
+        f"tlmm_count_few<{plan.schedule.threads}>",
+        expert,
+        T.address_of(shared.staging[0, 0]),
+        T.address_of(shared.counts[0]),
+        problem.num_experts,
+        plan.schedule.block_m,
+        T.address_of(shared.total[0]),
+        T.address_of(shared.first_block[0]),
+        T.address_of(shared.first_row[0]),
+        T.address_of(shared.routes[0]),
+        barriers.BLOCK,
+    )
+
+
+@T.macro
+def list_routes(plan: Plan, p: Params, shared: Shared, grid_block):
     """List every route of this rank at its expert's rank, and count it. All threads.
 
     In rounds of `route_batch` routes, one round for most capacities: count by expert in shared
@@ -165,10 +239,28 @@ def _expert_or_none(index, num_experts: int):
 
 @T.macro
 def learn_counts(plan: Plan, p: Params, shared: Shared, grid_block):
-    """Received counts and their prefix sums, in shared memory. Role: dispatch, warp 0."""
-    problem = plan.problem
+    """Received counts and their prefix sums, in shared memory, unless few routes have brought them
+    there. Role: dispatch, warp 0."""
     tx = T.get_thread_binding()
     i = T.alloc_var("int32")
+    if plan.counts_few:
+        if not plan.is_few(p):
+            exchange_counts(plan, p, shared)
+    else:
+        exchange_counts(plan, p, shared)
+    if plan.runs("dispatch"):
+        i = tx
+        while i < T.if_then_else(grid_block == 0, plan.problem.num_local_experts, 0):
+            p.workspace[plan.counter("expert_recv_count_sum") + i] = shared.total[i]
+            p.recv_stats[i] = p.recv_stats[i] + shared.total[i]
+            i += 32
+
+
+@T.macro
+def exchange_counts(plan: Plan, p: Params, shared: Shared):
+    """Wait until all routes are listed, and learn how many each expert received. One warp."""
+    problem = plan.problem
+    tx = T.get_thread_binding()
     if plan.runs("dispatch"):
         if problem.num_ranks > 1:
             barriers.rank_sync(plan, p, "dispatch", barriers.TAG_DISPATCH_PEER, send_counts=True)
@@ -179,7 +271,7 @@ def learn_counts(plan: Plan, p: Params, shared: Shared, grid_block):
     source = "expert_recv_count" if plan.runs("dispatch") else "expert_recv_count_sum"
     T.call_extern(
         "handle",
-        "tlmm_scan_counts",
+        "tlmm_scan_counts<false>",
         T.address_of(p.workspace[plan.counter(source)]),
         T.address_of(shared.counts[0]),
         problem.num_ranks if plan.runs("dispatch") else 1,
@@ -190,12 +282,6 @@ def learn_counts(plan: Plan, p: Params, shared: Shared, grid_block):
         T.address_of(shared.first_row[0]),
     )
     T.sync_warp()
-    if plan.runs("dispatch"):
-        i = tx
-        while i < T.if_then_else(grid_block == 0, problem.num_local_experts, 0):
-            p.workspace[plan.counter("expert_recv_count_sum") + i] = shared.total[i]
-            p.recv_stats[i] = p.recv_stats[i] + shared.total[i]
-            i += 32
 
 
 @T.macro
@@ -227,6 +313,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     arrivals = T.alloc_var("int32")
     rank = T.alloc_var("int32")
     source = T.alloc_var("int32")
+    entry = T.alloc_var("int32", init=-1)
     steps = (plan.groups1 + 31) // 32
     row_sf = T.alloc_local((s.rows_in_flight * steps,), "float32")
     # Pairs with the barrier that brought the routes: peers' plain stores of x, our bulk copies.
@@ -244,6 +331,10 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
         if (lane < s.rows_in_flight) & (first + lane < end):
             item = (first + lane) // chunks
             chunk = (first + lane) % chunks
+            if plan.counts_few:
+                if plan.is_few(p):
+                    entry = shared.routes[item]
+                    expert = entry // ENTRY_ROUTES
             while shared.first_row[expert + 1] <= item:
                 expert += 1
             within = item - shared.first_row[expert]
@@ -264,25 +355,28 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
             arrivals = T.if_then_else(
                 within + 1 == shared.total[expert], s.block_m - within % s.block_m, 1
             )
-            rank = T.call_extern(
-                "int32",
-                "tlmm_source_rank",
-                T.address_of(shared.counts[0]),
-                p.rank,
-                ranks,
-                local,
-                expert,
-                T.address_of(within),
-            )
-            source = T.call_extern(
-                "int32",
-                "tlmm_route",
-                T.address_of(p.workspace[0]),
-                T.int64(plan.offset("src_routes") - plan.offset("workspace")),
-                expert * ranks + rank,
-                layout.capacity * topk,
-                within,
-            )
+            if entry >= 0:
+                source = entry % ENTRY_ROUTES
+            else:
+                rank = T.call_extern(
+                    "int32",
+                    "tlmm_source_rank",
+                    T.address_of(shared.counts[0]),
+                    p.rank,
+                    ranks,
+                    local,
+                    expert,
+                    T.address_of(within),
+                )
+                source = T.call_extern(
+                    "int32",
+                    "tlmm_route",
+                    T.address_of(p.workspace[0]),
+                    T.int64(plan.offset("src_routes") - plan.offset("workspace")),
+                    expert * ranks + rank,
+                    layout.capacity * topk,
+                    within,
+                )
             pull(
                 shared.rows[slot * chunk_bytes],
                 p.peers[rank]

@@ -43,6 +43,34 @@ from ..recipe import Recipe
 from ..scaling import device_e4m3_scale, device_inverse
 from ..schedule import BLOCK_K
 
+LINEAR1_CUDA = r"""
+// left <- silu(left) * right, approximate. silu(g) = g / (1 + exp(-g)), for g < 0 as
+// g * exp(g) / (1 + exp(g)): so the denominators lie in [1, 2], and four of a row take one
+// reciprocal, that of their product. A NaN among them reaches all four; one is enough for NaN in
+// all columns of linear2's row.
+TLMM_DEV void tlmm_swiglu(float* total) {
+  #pragma unroll
+  for (int first = 0; first < 32; first += 8)
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float power[4], below[4], over[4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float gate = total[first + half * 2 + (i >> 1) * 4 + (i & 1)];
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power[i])
+          : "f"(fabsf(gate) * -1.4426950408889634f));  // log2(e)
+        below[i] = 1.0f + power[i]; }
+      float low = below[0] * below[1], high = below[2] * below[3], all;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(all) : "f"(low * high));
+      over[0] = all * high * below[1]; over[1] = all * high * below[0];
+      over[2] = all * low * below[3]; over[3] = all * low * below[2];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int v = first + half * 2 + (i >> 1) * 4 + (i & 1);
+        float gate = total[v];
+        total[v] = gate * (gate < 0.0f ? power[i] : 1.0f) * over[i] * total[v + 32]; } } }
+"""
+
 
 @T.meta_class
 class Rows:
@@ -104,22 +132,24 @@ def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, ti
 @T.macro
 def activate(plan: Plan, p: Params, total, weight):
     """left <- silu(left) * right, first clamped if asked, times `weight` unless a scale has it."""
-    gate = T.alloc_var("float32")
     up = T.alloc_var("float32")
-    for v in T.unroll(RAW // 2):
-        gate = total[v]
-        up = total[v + RAW // 2]
-        if plan.clamp:
-            # Compared, not min and max: those would turn a NaN into the bound.
-            gate = T.if_then_else(gate > p.clamp, p.clamp, gate)
-            up = T.if_then_else(up > p.clamp, p.clamp, T.if_then_else(up < -p.clamp, -p.clamp, up))
-        # An IEEE division is a subroutine of tens of instructions: with fast_math both are
-        # approximate.
-        if plan.fast_math:
-            total[v] = gate * T.fast_rcp(1.0 + T.__exp(-gate)) * up
-        else:
-            total[v] = gate * (1.0 / (1.0 + T.exp(-gate))) * up
-        if not plan.recipe.folds_topk_weight:
+    if plan.clamp:
+        # Compared, not min and max: those would turn a NaN into the bound.
+        for v in T.unroll(RAW // 2):
+            up = total[v + RAW // 2]
+            total[v] = T.if_then_else(total[v] > p.clamp, p.clamp, total[v])
+            total[v + RAW // 2] = T.if_then_else(
+                up > p.clamp, p.clamp, T.if_then_else(up < -p.clamp, -p.clamp, up)
+            )
+    # An IEEE division is a subroutine of tens of instructions: with fast_math both are approximate.
+    # The unit that does them needs 8 clocks for a warp, so it does 5 for four values, not 8.
+    if plan.fast_math:
+        T.call_extern("handle", "tlmm_swiglu", total.data)
+    else:
+        for v in T.unroll(RAW // 2):
+            total[v] = total[v] * (1.0 / (1.0 + T.exp(-total[v]))) * total[v + RAW // 2]
+    if not plan.recipe.folds_topk_weight:
+        for v in T.unroll(RAW // 2):
             total[v] = total[v] * weight[v // 2 % 2]
 
 
