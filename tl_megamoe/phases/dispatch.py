@@ -92,7 +92,8 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
 
 @T.macro
 def warm_l2(plan: Plan, p: Params, grid_block):
-    """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
+    """Ask for the weights this block most likely starts with, and for the table of peers that its
+    first row waits for, while tokens are routed. One warp.
 
     The guess is exact when every expert receives the same number of rows; a wrong one costs
     bandwidth only.
@@ -124,9 +125,7 @@ def warm_l2(plan: Plan, p: Params, grid_block):
             T.Cast("int64", expert * 2 * plan.groups2 + row) * (plan.groups1 * 4),
             plan.groups1 * 4,
         )
-    T.call_extern(
-        "handle", "tlmm_touch", T.address_of(p.peers[0]), T.int64(0), 8 * problem.num_ranks
-    )
+    T.call_extern("handle", "tlmm_warm", T.address_of(p.peers[0]), problem.num_ranks)
 
 
 ENTRY_ROUTES = 512
@@ -284,6 +283,11 @@ def exchange_counts(plan: Plan, p: Params, shared: Shared):
     T.sync_warp()
 
 
+def _base(plan: Plan, p: Params, rank):
+    """Where a rank's buffer begins."""
+    return p.peers[0 if plan.problem.num_ranks == 1 else rank]
+
+
 @T.macro
 def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     """Bring this block's share of the received rows into the pool. Role: dispatch, every warp.
@@ -292,6 +296,9 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     the experts the walk starts with are complete first. The last row of an expert also reports for
     the padding rows of its block. Where the ring wraps, a chunk waits until linear1 has read the
     block whose rows it takes.
+
+    With few tokens this is a chain of memory latencies that the whole launch waits for: all of a
+    row's loads are on their way before one of them is waited for.
     """
     problem, s, layout = plan.problem, plan.schedule, plan.layout
     chunk_bytes, chunks = plan.row_chunk, plan.chunks_per_row
@@ -313,6 +320,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     arrivals = T.alloc_var("int32")
     rank = T.alloc_var("int32")
     source = T.alloc_var("int32")
+    weight = T.alloc_var("float32", init=0.0)
     entry = T.alloc_var("int32", init=-1)
     steps = (plan.groups1 + 31) // 32
     row_sf = T.alloc_local((s.rows_in_flight * steps,), "float32")
@@ -379,7 +387,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 )
             pull(
                 shared.rows[slot * chunk_bytes],
-                p.peers[rank]
+                _base(plan, p, rank)
                 + plan.offset("x")
                 + T.Cast("int64", source // topk) * problem.hidden
                 + chunk * chunk_bytes,
@@ -387,10 +395,12 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 chunk_bytes,
             )
             if chunk == 0:
-                weights = peer_tensor(
-                    plan, p.peers, rank, "topk_weights", (layout.capacity * topk,)
+                weight = T.call_extern(
+                    "float32",
+                    "tlmm_load_at",
+                    _base(plan, p, rank) + plan.offset("topk_weights"),
+                    source,
                 )
-                p.l1_topk_weights[pool_row] = weights[source]
                 p.metadata[pool_row] = (
                     rank * (1 << COUNTER_BITS) + source % topk * layout.capacity + source // topk
                 )
@@ -407,7 +417,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                         row_sf[owner * steps + step] = T.call_extern(
                             "float32",
                             "tlmm_load_at",
-                            p.peers[peer] + plan.offset("x_sf"),
+                            _base(plan, p, peer) + plan.offset("x_sf"),
                             route // topk * plan.groups1 + step * 32 + lane,
                         )
         if pool_row >= 0:
@@ -419,6 +429,8 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
                 shared.rows[slot * chunk_bytes],
                 chunk_bytes,
             )
+            if chunk == 0:
+                p.l1_topk_weights[pool_row] = weight
         T.sync_warp()
         for owner in tuple(range(s.rows_in_flight)):
             row = T.shfl_sync(T.if_then_else(chunk == 0, row_in_ring, -1), owner)
