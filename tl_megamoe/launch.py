@@ -83,6 +83,7 @@ class BoundKernel:
     Attributes:
         function: takes the program's parameters.
         binder: `native.BIND`, if it can be had.
+        stats: the buffer's own counts, and its device, -1 for a CPU: calls bring others like them.
         before: the parameters before the weights.
         between: those between the output's address and the number of tokens.
         after: those behind the number of tokens.
@@ -90,6 +91,7 @@ class BoundKernel:
 
     function: Callable[..., Any]
     binder: Callable[..., Any] | None
+    stats: tuple[Any, int]
     before: tuple[Any, ...]
     between: tuple[Any, ...]
     after: tuple[Any, ...]
@@ -97,17 +99,21 @@ class BoundKernel:
     def bind(self, weights: tuple[Any, ...]) -> BoundLaunch:
         """The launches of a layer's weights."""
         if self.binder is not None:
-            call: BoundLaunch = self.binder(
+            stats, device = self.stats
+            call: Callable[..., Any] = self.binder(
                 self.function,
                 *(STATS, Y, NUM_TOKENS),
                 *self.before,
                 *weights,
-                *(None, 0),
+                *(stats, 0),
                 *self.between,
                 0,
                 *self.after,
             )
-            return call
+            if device < 0:
+                return call
+            stream_of = torch._C._cuda_getCurrentRawStream
+            return lambda stats, y, tokens: call(stats.data_ptr(), y, tokens, stream_of(device))
         head, between, after, function = (
             self.before + weights,
             self.between,
@@ -216,7 +222,8 @@ class Launcher:
             before = tuple(to_ffi(t) for t in values[: WEIGHTS.start])
             between, after = values[Y + 1 : NUM_TOKENS], values[NUM_TOKENS + 1 :]
             function, binder = raw_function(kernel.kernel), binder_of(kernel)
-            bound = BoundKernel(function, binder, before, tuple(between), tuple(after))
+            stats = to_ffi(values[STATS]), self.device_index
+            bound = BoundKernel(function, binder, stats, before, tuple(between), tuple(after))
             self._bound[key] = bound
         return bound
 

@@ -39,6 +39,9 @@ Encode find() {
 
 constexpr int kMaxArguments = 32;
 constexpr int kOpen = 3;  // arguments that a call brings
+constexpr const char* kForms =
+    "a bound launch takes counts, output address and tokens; or, where its own counts lie on a "
+    "GPU, an address, the others and a stream";
 
 struct Direct;
 
@@ -59,9 +62,6 @@ const DLTensor* tensor_of(const Any& value) {
   return nullptr;
 }
 
-int64_t data_of(const DLTensor& tensor) {
-  return reinterpret_cast<int64_t>(tensor.data) + static_cast<int64_t>(tensor.byte_offset);
-}
 
 // ---- launches without the kernel's host code
 
@@ -170,37 +170,49 @@ bool read_parameters(const NodeParameters& node, const int64_t* open_values, Dir
   return found[0] == 1 && found[1] == 1 && found[2] == 1;
 }
 
+// A launch by the kernel's host code.
+int call_on_stream(const Bound& bound, DLTensor* counts, int64_t y, int64_t tokens, Handle stream,
+                   Any* result) {
+  Any values[kMaxArguments];
+  for (int i = 0; i < bound.num_values; ++i) values[i] = bound.values[i];
+  Any& first = values[bound.places[0]];
+  give(&first, kTVMFFIDLTensorPtr, 0);
+  first.v_ptr = counts;
+  give(&values[bound.places[1]], kTVMFFIInt, y);
+  give(&values[bound.places[2]], kTVMFFIInt, tokens);
+  Handle before = nullptr;
+  const int id = counts->device.device_id;
+  if (TVMFFIEnvSetStream(kCuda, id, stream, &before)) return -1;
+  const int status = TVMFFIFunctionCall(bound.function, values, bound.num_values, result);
+  TVMFFIEnvSetStream(kCuda, id, before, nullptr);
+  return status;
+}
+
 // Captures a launch in a stream of its own; null where that is not one kernel with these
 // parameters. The capture is relaxed: one of another thread goes on beside it.
-Direct* learn(const Bound& bound, const Any& counts, const DLTensor& tensor) {
+Direct* learn(const Bound& bound, DLTensor* counts) {
   const Driver& d = driver();
-  Handle stream = nullptr, graph = nullptr, before = nullptr;
+  Handle stream = nullptr, graph = nullptr;
   int mode = kRelaxed;
   if (d.cuThreadExchangeStreamCaptureMode(&mode)) return nullptr;
   Direct* direct = nullptr;
   if (!d.cuStreamCreate(&stream, kNonBlocking) && !d.cuStreamBeginCapture_v2(stream, kRelaxed)) {
-    Any values[kMaxArguments], result;
+    Any result;
     give(&result, kTVMFFINone, 0);
-    for (int i = 0; i < bound.num_values; ++i) values[i] = bound.values[i];
-    values[bound.places[0]] = counts;
-    give(&values[bound.places[1]], kTVMFFIInt, kSomeAddress);
-    give(&values[bound.places[2]], kTVMFFIInt, kSomeTokens);
-    const int id = tensor.device.device_id;
-    bool ok = !TVMFFIEnvSetStream(kCuda, id, stream, &before);
-    if (ok && TVMFFIFunctionCall(bound.function, values, bound.num_values, &result)) {
-      ok = false;
+    bool ok = !call_on_stream(bound, counts, kSomeAddress, kSomeTokens, stream, &result);
+    if (!ok) {
       TVMFFIObjectHandle error = nullptr;
       TVMFFIErrorMoveFromRaised(&error);
       if (error) TVMFFIObjectDecRef(error);
     }
-    TVMFFIEnvSetStream(kCuda, id, before, nullptr);
     ok = !d.cuStreamEndCapture(stream, &graph) && ok;
     Handle nodes[2] = {nullptr, nullptr};
     size_t num_nodes = 2;
     NodeParameters node{};
     if (ok && graph && !d.cuGraphGetNodes(graph, nodes, &num_nodes) && num_nodes == 1 &&
         !d.cuGraphKernelNodeGetParams_v2(nodes[0], &node)) {
-      const int64_t open_values[kOpen] = {data_of(tensor), kSomeAddress, kSomeTokens};
+      const int64_t open_values[kOpen] = {reinterpret_cast<int64_t>(counts->data), kSomeAddress,
+                                          kSomeTokens};
       direct = new Direct{};
       if (!read_parameters(node, open_values, direct)) {
         delete direct;
@@ -215,13 +227,11 @@ Direct* learn(const Bound& bound, const Any& counts, const DLTensor& tensor) {
 }
 
 // Launches if the parameters are known, or can be learned now; `launched` says whether.
-int call_directly(Bound* bound, const Any* args, bool* launched) {
+int call_directly(Bound* bound, DLTensor* counts, int64_t y, int64_t tokens, Handle stream,
+                  bool* launched) {
   *launched = false;
-  const DLTensor* tensor = tensor_of(args[0]);
-  if (!tensor || tensor->device.device_type != kCuda || !driver().complete) return 0;
-  if (args[1].type_index != kTVMFFIInt || args[2].type_index != kTVMFFIInt) return 0;
   const Driver& d = driver();
-  Handle stream = TVMFFIEnvGetStream(kCuda, tensor->device.device_id);
+  if (!d.complete) return 0;
   const Direct* direct = bound->direct.load(std::memory_order_acquire);
   if (!direct) {
     // The first launch loads the kernel, which cannot be captured. A capture of the caller's is
@@ -232,7 +242,7 @@ int call_directly(Bound* bound, const Any* args, bool* launched) {
       bound->num_calls.store(1);
       return 0;
     }
-    direct = learn(*bound, args[0], *tensor);
+    direct = learn(*bound, counts);
     if (!direct) return 0;
     bound->direct.store(direct, std::memory_order_release);
   }
@@ -241,7 +251,7 @@ int call_directly(Bound* bound, const Any* args, bool* launched) {
   void* values[kMaxParameters];
   for (int i = 0; i < direct->num_values; ++i)
     values[i] = const_cast<unsigned char*>(direct->values[i].bytes);
-  int64_t open[kOpen] = {data_of(*tensor), args[1].v_int64, args[2].v_int64};
+  int64_t open[kOpen] = {reinterpret_cast<int64_t>(counts->data), y, tokens};
   for (int i = 0; i < kOpen; ++i) values[direct->open[i]] = &open[i];
   const uint32_t *grid = direct->grid, *block = direct->block;
   const int status = d.cuLaunchKernel(direct->function, grid[0], grid[1], grid[2], block[0],
@@ -256,13 +266,21 @@ int call_directly(Bound* bound, const Any* args, bool* launched) {
 
 int call(void* self, const Any* args, int32_t num_args, Any* result) {
   Bound& bound = *static_cast<Bound*>(self);
-  if (num_args != kOpen) return fail("a bound launch takes counts, output address and tokens");
-  bool launched;
-  const int status = call_directly(&bound, args, &launched);
-  if (launched) {
+  const DLTensor* like = tensor_of(bound.values[bound.places[0]]);
+  if (num_args == kOpen + 1 && like && like->device.device_type == kCuda) {
+    for (int i = 0; i < num_args; ++i)
+      if (args[i].type_index != kTVMFFIInt) return fail(kForms);
+    DLTensor counts = *like;
+    counts.data = args[0].v_ptr;
+    counts.byte_offset = 0;
+    Handle stream = args[kOpen].v_ptr;
+    const int64_t y = args[1].v_int64, tokens = args[2].v_int64;
+    bool launched;
     give(result, kTVMFFINone, 0);
-    return status;
+    const int status = call_directly(&bound, &counts, y, tokens, stream, &launched);
+    return launched ? status : call_on_stream(bound, &counts, y, tokens, stream, result);
   }
+  if (num_args != kOpen) return fail(kForms);
   Any values[kMaxArguments];
   for (int i = 0; i < bound.num_values; ++i) values[i] = bound.values[i];
   for (int i = 0; i < kOpen; ++i) values[bound.places[i]] = args[i];
