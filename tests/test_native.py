@@ -6,15 +6,11 @@ That it encodes what tilelang's function does is seen on a GPU: every launch the
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import tvm_ffi
-from fake_driver import build_driver
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tl_megamoe import native
@@ -135,7 +131,7 @@ def test_bad_bound_launches(module: tvm_ffi.Module) -> None:
             RuntimeError, match="bind_launch takes a function, 3 places and 3 to 32"
         ):
             bind(*arguments)
-    with pytest.raises(RuntimeError, match="takes counts, output address and tokens; or"):
+    with pytest.raises(RuntimeError, match="takes counts, output address and tokens"):
         bind(function, 0, 1, 2, 3, 4, 5)(1, 2)
 
     def broken(*_: object) -> None:
@@ -143,19 +139,3 @@ def test_bad_bound_launches(module: tvm_ffi.Module) -> None:
 
     with pytest.raises(ValueError, match="from inside"):
         bind(tvm_ffi.convert(broken), 0, 1, 2, 3, 4, 5)(1, 2, 3)
-
-
-def test_launches_without_the_host_code(tmp_path: Path) -> None:
-    """With a driver that stands for CUDA's, in a process that has no other."""
-    module = tmp_path / "native.so"
-    native.build_native(module)
-    driver = build_driver(tmp_path)
-    script = Path(__file__).with_name("direct_launches.py")
-    run = subprocess.run(
-        [sys.executable, str(script), str(module), str(driver)],
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout.endswith("ok\n"), run.stdout + run.stderr

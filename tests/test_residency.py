@@ -25,7 +25,7 @@ SOURCE = r"""
 #include <cstddef>
 #include <cstring>
 using Handle = void*;
-struct Fake { int blocks, sms, limit, fails, has_context; int loaded, contexts, asked; };
+struct Fake { int blocks, sms, limit, fails, has_context, smem; int loaded, contexts, asked; };
 extern "C" {
 Fake fake;
 int cuInit(unsigned flags) { return flags; }
@@ -64,7 +64,7 @@ int cuFuncSetAttribute(Handle function, int attribute, int value) {
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, int threads,
                                                 size_t dynamic) {
   ++fake.asked;
-  *blocks = threads == 384 && dynamic + 1000 == SMEM ? fake.blocks : -1;
+  *blocks = threads == 384 && dynamic + 1000 == (size_t)fake.smem ? fake.blocks : -1;
   return function != &fake.asked;
 }
 int cuCtxGetDevResource(Handle context, void* resource, int type) {
@@ -84,7 +84,7 @@ class State(ctypes.Structure):
 
     _fields_ = [  # noqa: RUF012
         (name, ctypes.c_int)
-        for name in ("blocks", "sms", "limit", "fails", "has_context", "loaded", "contexts")
+        for name in ("blocks", "sms", "limit", "fails", "has_context", "smem", "loaded", "contexts")
     ] + [("asked", ctypes.c_int)]
 
 
@@ -92,7 +92,7 @@ class State(ctypes.Structure):
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("driver")
     source, path = folder / "driver.cc", folder / "driver.so"
-    source.write_text(SOURCE.replace("SMEM", str(SMEM)))
+    source.write_text(SOURCE)
     compiler = shutil.which("c++") or "g++"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
     return ctypes.CDLL(str(path))
@@ -102,7 +102,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def state(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
     """A driver that says one block of the schedule fits an SM, of 132."""
     found = State.in_dll(library, "fake")
-    for name, value in {"blocks": 1, "sms": 132, "limit": 1 << 20, "has_context": 1}.items():
+    values = {"blocks": 1, "sms": 132, "limit": 1 << 20, "has_context": 1, "smem": SMEM}
+    for name, value in values.items():
         setattr(found, name, value)
     found.fails = found.asked = 0
     monkeypatch.setattr(residency, "driver", lambda: library)
@@ -175,6 +176,7 @@ def test_virtual_ranks_run_at_once(state: State, buffer: SymmBuffer) -> None:
     spec = replace(SPEC, problem=replace(SMALL, num_ranks=2), schedule=schedule)
     made = exported()
     made.spec = spec
+    state.smem = schedule.smem_bytes(spec.problem)
     buffer.rank_mode, buffer.num_sms = "virtual", 66
     check_resident(made, buffer)
     state.sms = 66

@@ -83,7 +83,6 @@ class BoundKernel:
     Attributes:
         function: takes the program's parameters.
         binder: `native.BIND`, if it can be had.
-        stats: the buffer's own counts, and its device, -1 for a CPU: calls bring others like them.
         before: the parameters before the weights.
         between: those between the output's address and the number of tokens.
         after: those behind the number of tokens.
@@ -91,7 +90,6 @@ class BoundKernel:
 
     function: Callable[..., Any]
     binder: Callable[..., Any] | None
-    stats: tuple[Any, int]
     before: tuple[Any, ...]
     between: tuple[Any, ...]
     after: tuple[Any, ...]
@@ -99,21 +97,17 @@ class BoundKernel:
     def bind(self, weights: tuple[Any, ...]) -> BoundLaunch:
         """The launches of a layer's weights."""
         if self.binder is not None:
-            stats, device = self.stats
-            call: Callable[..., Any] = self.binder(
+            call: BoundLaunch = self.binder(
                 self.function,
                 *(STATS, Y, NUM_TOKENS),
                 *self.before,
                 *weights,
-                *(stats, 0),
+                *(None, 0),
                 *self.between,
                 0,
                 *self.after,
             )
-            if device < 0:
-                return call
-            stream_of = torch._C._cuda_getCurrentRawStream
-            return lambda stats, y, tokens: call(stats.data_ptr(), y, tokens, stream_of(device))
+            return call
         head, between, after, function = (
             self.before + weights,
             self.between,
@@ -222,8 +216,7 @@ class Launcher:
             before = tuple(to_ffi(t) for t in values[: WEIGHTS.start])
             between, after = values[Y + 1 : NUM_TOKENS], values[NUM_TOKENS + 1 :]
             function, binder = raw_function(kernel.kernel), binder_of(kernel)
-            stats = to_ffi(values[STATS]), self.device_index
-            bound = BoundKernel(function, binder, stats, before, tuple(between), tuple(after))
+            bound = BoundKernel(function, binder, before, tuple(between), tuple(after))
             self._bound[key] = bound
         return bound
 

@@ -1,15 +1,11 @@
 """What makes a launch cheap on the host, in C++ that is compiled once a machine.
 
-- A launch encodes six TMA descriptors. tilelang's function for that lives in its compiler's
+- A launch encodes its TMA descriptors. tilelang's function for that lives in its compiler's
   library, so a process that shall not load the compiler has none; it also checks every argument
   into lists of strings before it asks CUDA. Here it is in a module of its own, which a kernel's
   module imports: TVM-FFI looks there before it asks its global registry. The arguments are those
   that tilelang's compiler wrote into the kernel's host code, and CUDA checks them.
 - Of the 23 arguments of a launch 20 are the same every time: a bound launch holds them.
-- From its third launch on a bound launch on a GPU asks CUDA itself, with the parameters that
-  CUDA got from the kernel's host code in the second, three of them replaced.
-
-The text is native_source.py's.
 """
 
 from __future__ import annotations
@@ -28,10 +24,131 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .native_source import SOURCE
-
 logger = logging.getLogger(__name__)
 
+SOURCE = r"""
+#include <dlfcn.h>
+#include <tvm/ffi/c_api.h>
+
+#include <cstdint>
+#include <cstdio>
+
+namespace {
+using Any = TVMFFIAny;
+
+int fail(const char* message) {
+  TVMFFIErrorSetRaisedFromCStr("RuntimeError", message);
+  return -1;
+}
+
+void give(Any* result, int32_t type_index, int64_t value) {
+  result->type_index = type_index;
+  result->zero_padding = 0;
+  result->v_int64 = value;
+}
+
+// ---- TMA descriptors
+
+constexpr int kMaxRank = 5;
+using Encode = int (*)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
+                       const uint32_t*, const uint32_t*, int, int, int, int);
+
+Encode find() {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+  return driver ? reinterpret_cast<Encode>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+}
+
+// ---- bound launches
+
+constexpr int kMaxArguments = 32;
+constexpr int kOpen = 3;  // arguments that a call brings
+
+struct Bound {
+  TVMFFIObjectHandle function;
+  int32_t num_values;
+  int32_t places[kOpen];
+  Any values[kMaxArguments];
+};
+
+bool is_object(const Any& value) { return value.type_index >= kTVMFFIStaticObjectBegin; }
+
+int call(void* self, const Any* args, int32_t num_args, Any* result) {
+  const Bound& bound = *static_cast<const Bound*>(self);
+  if (num_args != kOpen) return fail("a bound launch takes counts, output address and tokens");
+  Any values[kMaxArguments];
+  for (int i = 0; i < bound.num_values; ++i) values[i] = bound.values[i];
+  for (int i = 0; i < kOpen; ++i) values[bound.places[i]] = args[i];
+  return TVMFFIFunctionCall(bound.function, values, bound.num_values, result);
+}
+
+void release(void* self) {
+  Bound* bound = static_cast<Bound*>(self);
+  for (int i = 0; i < bound->num_values; ++i)
+    if (is_object(bound->values[i])) TVMFFIObjectDecRef(bound->values[i].v_obj);
+  TVMFFIObjectDecRef(bound->function);
+  delete bound;
+}
+}  // namespace
+
+// (map, type, rank, address, rank times: dims, strides, box, steps, interleave, swizzle,
+//  l2_promotion, out_of_bounds_fill)
+extern "C" int __tvm_ffi___tvm_tensormap_create_tiled(void*, const Any* args, int32_t num_args,
+                                                      Any* result) {
+  const int64_t rank = num_args > 2 ? args[2].v_int64 : 0;
+  if (rank < 1 || rank > kMaxRank || num_args != 8 + 4 * rank)
+    return fail("a TMA descriptor has 8 + 4 * rank arguments, its rank being 1 to 5");
+  static const Encode encode = find();
+  if (!encode) return fail("libcuda.so.1 with cuTensorMapEncodeTiled cannot be loaded");
+  uint64_t dims[kMaxRank], strides[kMaxRank];
+  uint32_t box[kMaxRank], steps[kMaxRank];
+  const Any* sizes = args + 4;
+  for (int i = 0; i < rank; ++i) {
+    dims[i] = sizes[i].v_int64;
+    strides[i] = sizes[rank + i].v_int64;
+    box[i] = sizes[2 * rank + i].v_int64;
+    steps[i] = sizes[3 * rank + i].v_int64;
+  }
+  const Any* modes = sizes + 4 * rank;
+  // CUDA takes no stride of the innermost dimension.
+  const int status = encode(args[0].v_ptr, args[1].v_int64, rank, args[3].v_ptr, dims,
+                            strides + 1, box, steps, modes[0].v_int64, modes[1].v_int64,
+                            modes[2].v_int64, modes[3].v_int64);
+  if (status) {
+    char message[160];
+    std::snprintf(message, sizeof message,
+                  "cuTensorMapEncodeTiled: CUDA error %d for rank %d at address %p, box of %u x %u",
+                  status, static_cast<int>(rank), args[3].v_ptr, box[0], rank > 1 ? box[1] : 1);
+    return fail(message);
+  }
+  give(result, kTVMFFINone, 0);
+  return 0;
+}
+
+// (function, place of each open argument, values): a function of the open arguments
+extern "C" int __tvm_ffi_bind_launch(void*, const Any* args, int32_t num_args, Any* result) {
+  const int32_t num_values = num_args - 1 - kOpen;
+  if (num_values < kOpen || num_values > kMaxArguments || args[0].type_index != kTVMFFIFunction)
+    return fail("bind_launch takes a function, 3 places and 3 to 32 values");
+  Bound* bound = new Bound{args[0].v_obj, num_values, {}, {}};
+  TVMFFIObjectIncRef(bound->function);
+  for (int i = 0; i < num_values; ++i) {
+    bound->values[i] = args[1 + kOpen + i];
+    if (is_object(bound->values[i])) TVMFFIObjectIncRef(bound->values[i].v_obj);
+  }
+  for (int i = 0; i < kOpen; ++i) {
+    const int64_t place = args[1 + i].v_int64;
+    bound->places[i] = place >= 0 && place < num_values ? place : 0;
+  }
+  TVMFFIObjectHandle function = nullptr;
+  if (TVMFFIFunctionCreate(bound, call, release, &function)) {
+    release(bound);
+    return -1;
+  }
+  give(result, kTVMFFIFunction, 0);
+  result->v_obj = static_cast<TVMFFIObject*>(function);
+  return 0;
+}
+"""
 ENCODE = "__tvm_tensormap_create_tiled"
 """The name under which a kernel's module looks for what encodes its descriptors."""
 BIND = "bind_launch"

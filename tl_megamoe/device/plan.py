@@ -94,8 +94,14 @@ class Plan:
 
     @property
     def counts_few(self) -> bool:
-        """Whether this program has the short way for launches with few routes."""
-        return self.runs("dispatch") and self.schedule.counts_few(self.problem, self.recipe)
+        """Whether this program has the short way for launches with few routes.
+
+        Not the profiling build in pingpong mode: with both it spills registers in the K loop.
+        """
+        fits = not (self.profile and self.schedule.pingpong)
+        return (
+            fits and self.runs("dispatch") and self.schedule.counts_few(self.problem, self.recipe)
+        )
 
     def is_few(self, p: Any) -> Any:
         """Whether a launch has at most a route a thread; traced, where `counts_few`."""
