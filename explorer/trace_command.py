@@ -185,6 +185,11 @@ def report(
     )
     print(fact("shipped kernel", stamped.shipped_us, "us"))
     print(fact("profiling build", stamped.profiling_us, f"us ({cost:+.1%})"))
+    if exchanges_few(schedule, config, args.tokens):
+        print(
+            "the profiling build exchanges the counts of few routes, which the shipped pingpong "
+            "kernel does not: it starts some microseconds later (docs/profiling.md)"
+        )
     print(render_summary(summary))
     if args.out is not None:
         notes = {
@@ -203,6 +208,14 @@ def report(
     for text in problems:
         print(f"tl-megamoe: {text}", file=sys.stderr)
     return not problems
+
+
+def exchanges_few(schedule: Schedule, config: WorkerConfig, tokens: int) -> bool:
+    """Whether the shipped kernel counts these routes in every block and the profiling build does
+    not (`Plan.counts_few`)."""
+    routes = tokens * config.problem.num_topk
+    few = schedule.counts_few(config.problem, config.recipe) and routes <= schedule.threads
+    return schedule.pingpong and few
 
 
 def problems_of(trace: Trace, stamped: Stamped) -> list[str]:

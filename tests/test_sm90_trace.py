@@ -25,7 +25,7 @@ from tl_megamoe.schedule import default_schedule
 pytestmark = pytest.mark.sm90
 
 TOKENS, FEW_TOKENS = 300, 100
-"""Whose routes the blocks count together, and alone."""
+"""Whose routes the blocks count together, and alone; of pingpong1 only the shipped kernel does."""
 SAME_NS = 2000
 """What %globaltimer may be off between two SMs, or from one reading to the next."""
 

@@ -38,11 +38,6 @@ TLMM_DEV void tlmm_prefetch(const void* base, long long offset, int pieces, int 
   for (int i = (int)(threadIdx.x & 31); i < pieces; i += 32)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
       :: "l"((const char*)base + offset + (long long)i * bytes), "r"(bytes) : "memory"); }
-// The first `n` words of 8 bytes to the multiprocessor's cache, for the constant loads of all warps. One warp.
-TLMM_DEV void tlmm_warm(const void* words, int n) {
-  long long word;
-  if ((int)(threadIdx.x & 31) < n)
-    asm volatile("ld.global.nc.b64 %0, [%1];" : "=l"(word) : "l"((const long long*)words + (threadIdx.x & 31))); }
 TLMM_DEV void tlmm_touch(const void* base, long long offset, int bytes) {
   for (int o = (int)(threadIdx.x & 31) * 128; o < bytes; o += 4096)
     asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)base + offset + o) : "memory"); }

@@ -92,8 +92,7 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
 
 @T.macro
 def warm_l2(plan: Plan, p: Params, grid_block):
-    """Ask for the weights this block most likely starts with, and for the table of peers that its
-    first row waits for, while tokens are routed. One warp.
+    """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
 
     The guess is exact when every expert receives the same number of rows; a wrong one costs
     bandwidth only.
@@ -125,7 +124,9 @@ def warm_l2(plan: Plan, p: Params, grid_block):
             T.Cast("int64", expert * 2 * plan.groups2 + row) * (plan.groups1 * 4),
             plan.groups1 * 4,
         )
-    T.call_extern("handle", "tlmm_warm", T.address_of(p.peers[0]), problem.num_ranks)
+    T.call_extern(
+        "handle", "tlmm_touch", T.address_of(p.peers[0]), T.int64(0), 8 * problem.num_ranks
+    )
 
 
 ENTRY_ROUTES = 512
@@ -297,8 +298,8 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     the padding rows of its block. Where the ring wraps, a chunk waits until linear1 has read the
     block whose rows it takes.
 
-    With few tokens this is a chain of memory latencies that the whole launch waits for: all of a
-    row's loads are on their way before one of them is waited for.
+    With few tokens this is a chain of memory latencies that the whole launch waits for: a row, its
+    scales and its routing weight are all on their way before one of them is waited for.
     """
     problem, s, layout = plan.problem, plan.schedule, plan.layout
     chunk_bytes, chunks = plan.row_chunk, plan.chunks_per_row
