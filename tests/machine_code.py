@@ -20,7 +20,8 @@ from tl_megamoe.device.matmul import shares
 from tl_megamoe.device.plan import Plan
 from tl_megamoe.kernel import KernelReport, KernelSpec, compile_cubin, compile_kernel, parse_report
 from tl_megamoe.problem import Problem
-from tl_megamoe.schedule import SMEM_LIMIT_BYTES, Schedule
+from tl_megamoe.schedule import Schedule
+from tl_megamoe.shared_memory import SMEM_LIMIT_BYTES
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import pytest
 from gpu_cases import SMALL, SMALL_CAPACITY, phase_schedule, variants
 
 from tl_megamoe.kernel import KernelSpec, compile_kernel
-from tl_megamoe.schedule import SMEM_LIMIT_BYTES, Schedule
+from tl_megamoe.schedule import Schedule
+from tl_megamoe.shared_memory import SMEM_LIMIT_BYTES
 
 PLACE = re.compile(r"\(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\)")
 

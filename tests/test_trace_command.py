@@ -14,6 +14,7 @@ import torch
 from fake_stamps import stamp_launch
 from test_worker import GOOD, TINY, UNSTEADY, WRONG, FakeBench, FakeKernel, schedule
 
+from tl_megamoe.device.plan import Plan
 from tl_megamoe.device.trace import trace_shape
 from tl_megamoe.explorer import trace_command as command
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
@@ -310,3 +311,18 @@ def test_a_worker_refuses_a_wrong_kernel(behaviour: int, message: str) -> None:
     worker.cell(17, "uniform")
     with pytest.raises(RuntimeError, match=f"^{message}"):
         worker.trace(schedule(behaviour))
+
+
+@pytest.mark.parametrize("mode", ["cooperative", "pingpong"])
+def test_it_says_where_the_profiling_build_counts_otherwise(mode: str) -> None:
+    """Of the two builds' own rule, at the last launch of few routes and the first of many."""
+    chosen = default_schedule(TINY, 16, mode)  # type: ignore[arg-type]
+    config = WorkerConfig(problem=TINY, capacity=512, recipe=Recipe())
+    shipped, profiling = (
+        Plan.make("fused", TINY, chosen, Recipe(), 512, False, True, False, profile=p).counts_few
+        for p in (False, True)
+    )
+    assert shipped
+    most = chosen.threads // TINY.num_topk
+    assert command.exchanges_few(chosen, config, most) == (shipped and not profiling)
+    assert not command.exchanges_few(chosen, config, most + 1)

@@ -36,7 +36,7 @@ FILE_NAME = re.compile(r"(fused|dispatch|linear1|linear2|combine|quantize|native
 CODE = (
     *("device/*.py", "phases/*.py", "kernel.py", "layout.py", "problem.py", "program.py"),
     *("native.py", "quantize.py", "recipe.py", "scaling.py", "schedule.py", "timeouts.py"),
-    *("swizzle.py", "weights.py"),
+    *("shared_memory.py", "swizzle.py", "weights.py"),
 )
 """Files of the package on which kernels and the code that launches them must agree."""
 

@@ -46,13 +46,14 @@ DEVICE_CUDA = (
     + MATMUL_CUDA
     + SCALING_CUDA
     + DISPATCH_CUDA
-    + LINEAR1_CUDA
 )
 
 
 def device_cuda(fast_math: bool) -> str:
-    """The text of all helpers. A promotion flushes subnormal numbers where nvcc's own code does."""
-    return DEVICE_CUDA if fast_math else DEVICE_CUDA.replace("fma.rn.ftz.f32", "fma.rn.f32")
+    """The text of the helpers. A promotion flushes subnormal numbers where nvcc's own code does."""
+    if fast_math:
+        return DEVICE_CUDA + LINEAR1_CUDA
+    return DEVICE_CUDA.replace("fma.rn.ftz.f32", "fma.rn.f32")
 
 
 PASS_CONFIGS = {

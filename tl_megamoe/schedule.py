@@ -5,29 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from . import shared_memory
 from .problem import SCALE_BLOCK, Problem, divisors_of
 from .recipe import Recipe
+from .shared_memory import SMEM_LIMIT_BYTES
 
 BLOCK_K = SCALE_BLOCK
 """Columns of one K block: one activation scale, one 128-byte FP8 row of a swizzled tile."""
 MATH_WARPS = 8
 COOPERATIVE_THRESHOLD = 256
 """Tokens from which the built-in default shares a tile between the two math warpgroups."""
-SMEM_LIMIT_BYTES = 227 * 1024
-"""Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
 LAUNCH_REGISTERS = 168
 """Registers a thread at launch: what 384 threads get of an SM's 65,536, rounded down to 8.
 setmaxnreg only moves them between warpgroups: an increase past the block's own waits for ever."""
-MAX_ROW_CHUNK = 2048
-STAGING_BYTES = 16 * 1024
 MAX_TILES = 256
 """Tiles of a pool block and phase: 8 bits of a task (device/walk.py)."""
 COUNTER_BITS = 24
 """Bits of `slot * capacity + token` in the source metadata of a pool row."""
-
-
-def whole_kib(num_bytes: int) -> int:
-    return -(-num_bytes // 1024) * 1024
 
 
 class ScheduleError(ValueError):
@@ -237,48 +231,24 @@ class Schedule:
         Each is made a multiple of 1 KiB (device/ring.py), and so starts at one: what WGMMA's
         swizzles ask for. Dynamic lies behind static memory, at a multiple of 1 KiB too.
         """
-        return self._buffers(problem, recipe, self.counts_few(problem, recipe))
-
-    def _buffers(self, problem: Problem, recipe: Recipe | None, few: bool) -> dict[str, int]:
-        scales = (recipe or Recipe()).scales_per_k_block
-        tables = 4 * self.task_slots + problem.num_experts + 3 * problem.num_local_experts + 2
-        tables += self.threads if few else 0
-        sizes = {
-            "ring_a": self.stages * self.block_m * BLOCK_K,
-            "ring_b": self.stages * self.max_block_n * BLOCK_K,
-            "ring_a_sf": self.stages * scales * self.block_m * 4,
-            "staging": STAGING_BYTES,
-            "amax": 2 * 2 * 64 * 4,
-            "scales": 2 * scales * self.block_m * 4,
-            "tables": 4 * tables,
-            "barriers": 8 * (2 * self.stages + self.row_slots + self.task_slots),
-        }
-        return {name: whole_kib(size) for name, size in sizes.items()}
+        few = self.counts_few(problem, recipe)
+        return shared_memory.buffers(self, problem, recipe or Recipe(), few)
 
     def row_chunk(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Bytes of a row that one bulk copy of dispatch moves: a divisor of the row, as large as
         shared memory allows, at most 2048. 0 when not even 128 bytes fit."""
-        return self._row_chunk(problem, recipe, few=False)
-
-    def _row_chunk(self, problem: Problem, recipe: Recipe | None, few: bool) -> int:
-        free = SMEM_LIMIT_BYTES - sum(self._buffers(problem, recipe, few).values())
-        for chunk in range(min(problem.hidden, MAX_ROW_CHUNK), 0, -SCALE_BLOCK):
-            if problem.hidden % chunk == 0 and whole_kib(chunk * self.row_slots) <= free:
-                return chunk
-        return 0
+        return shared_memory.row_chunk(self, problem, recipe or Recipe())
 
     def counts_few(self, problem: Problem, recipe: Recipe | None = None) -> bool:
         """Whether a block counts few routes, at most one a thread, without the other blocks
-        (phases/dispatch.py): on one rank, with room for them beside row chunks as large as without,
-        and for what it counts in the staging buffer."""
-        if problem.num_ranks > 1 or self.threads // 32 * problem.num_experts > STAGING_BYTES:
+        (phases/dispatch.py): on one rank, where there is room for them."""
+        if problem.num_ranks > 1:
             return False
-        chunk = self.row_chunk(problem, recipe)
-        return chunk > 0 and self._row_chunk(problem, recipe, few=True) == chunk
+        return shared_memory.has_room_for_few(self, problem, recipe or Recipe())
 
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""
-        rows = whole_kib(self.row_slots * self.row_chunk(problem, recipe))
+        rows = shared_memory.whole_kib(self.row_slots * self.row_chunk(problem, recipe))
         return sum(self.smem_buffers(problem, recipe).values()) + rows
 
     # ---- validity

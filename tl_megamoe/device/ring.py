@@ -18,7 +18,8 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from ..layout import ITEM_BYTES
-from ..schedule import BLOCK_K, whole_kib
+from ..schedule import BLOCK_K
+from ..shared_memory import whole_kib
 from .plan import FP8, Plan
 from .tasks import Tasks
 

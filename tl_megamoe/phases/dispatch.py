@@ -32,7 +32,11 @@ from ..device.remote import peer_tensor, pull, put, wait_put
 from ..device.ring import Shared
 from ..schedule import BLOCK_K, COUNTER_BITS
 
-DISPATCH_CUDA = r"""
+ENTRY_ROUTES = 512
+"""Of an entry of `shared.routes`: expert * ENTRY_ROUTES + route."""
+DISPATCH_CUDA = (
+    f"#define TLMM_ENTRY_ROUTES {ENTRY_ROUTES}\n"
+    + r"""
 // One warp: received counts (source rank x local expert) -> shared copy, unless they are COUNTED there already, rows by
 // expert, first pool block and first row of every expert, with the totals at the end.
 template <bool COUNTED>
@@ -54,11 +58,11 @@ TLMM_DEV void tlmm_scan_counts(const int* received, int* counts, int ranks, int 
     blocks += __shfl_sync(0xffffffffu, sb, 31); rows += __shfl_sync(0xffffffffu, sr, 31); }
   if (lane == 0) { first_block[experts] = blocks; first_row[experts] = rows; } }
 // All threads of a block, each with the expert of one route, -1 for none: what tlmm_scan_counts makes, and the entry
-// expert * 512 + route of every received row, an expert's in the order of routes, which is that of every other block.
+// expert * TLMM_ENTRY_ROUTES + route of every received row, an expert's in the order of routes, which is that of every other block.
 template <int THREADS>
 TLMM_DEV void tlmm_count_few(int expert, void* scratch, int* counts, int experts, int block_m, int* total,
                              int* first_block, int* first_row, int* entries, int block_barrier) {
-  static_assert(THREADS <= 512, "an entry has 9 bits for its route");
+  static_assert(THREADS <= TLMM_ENTRY_ROUTES, "a route does not fit its entry");
   unsigned char* by_warp = (unsigned char*)scratch;  // of an expert's routes, those of each warp
   int thread = tlmm_thread(), warp = thread / 32;
   for (int i = thread; i < THREADS / 32 * experts; i += THREADS) by_warp[i] = 0;
@@ -75,7 +79,7 @@ TLMM_DEV void tlmm_count_few(int expert, void* scratch, int* counts, int experts
   tlmm_bar(block_barrier, THREADS);
   if (warp == 0) tlmm_scan_counts<true>(0, counts, 1, experts, block_m, total, first_block, first_row);
   tlmm_bar(block_barrier, THREADS);
-  if (expert >= 0) entries[first_row[expert] + place] = expert * 512 + thread; }
+  if (expert >= 0) entries[first_row[expert] + place] = expert * TLMM_ENTRY_ROUTES + thread; }
 // Helpers with 32-bit indices: TileLang's own are 64-bit, and take registers that pulling lacks.
 // Entry `within` of list `list` of src_routes, which lies `offset` bytes from the workspace.
 TLMM_DEV int tlmm_route(const void* workspace, long long offset, int list, int length, int within) {
@@ -88,6 +92,7 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
   while (*within >= (n = counts[rank * experts + expert])) { *within -= n; rank = rank + 1 == ranks ? 0 : rank + 1; }
   return rank; }
 """
+)
 
 
 @T.macro
@@ -127,10 +132,6 @@ def warm_l2(plan: Plan, p: Params, grid_block):
     T.call_extern(
         "handle", "tlmm_touch", T.address_of(p.peers[0]), T.int64(0), 8 * problem.num_ranks
     )
-
-
-ENTRY_ROUTES = 512
-"""Of an entry of `shared.routes`: expert * ENTRY_ROUTES + route."""
 
 
 @T.macro
