@@ -55,6 +55,7 @@ def check_schedules(
     wide = replace(base, linear1_block_n=256, linear2_block_n=256)
     linears = [
         replace(default_schedule(problem, 1, "pingpong", recipe=recipe), num_sms=num_sms),
+        replace(default_schedule(problem, 1, "swapped", recipe=recipe), num_sms=num_sms),
         replace(wide, block_m=64),
         replace(wide, block_m=128),
         replace(base, block_m=128, linear1_block_n=128, linear2_block_n=128),
@@ -63,7 +64,7 @@ def check_schedules(
         s for s in linears if math_mode in (None, s.math_mode) and not s.violations(problem, recipe)
     ]
     if not valid:
-        rules = linears[0 if math_mode == "pingpong" else 3].violations(problem, recipe)
+        rules = [s for s in linears if s.math_mode == math_mode][-1].violations(problem, recipe)
         raise ValueError(
             f"--math-mode {math_mode}: no such schedule is valid for {problem.name}: "
             f"{'; '.join(rules)}"

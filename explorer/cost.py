@@ -8,7 +8,7 @@ measurement: rows that rest on it say `source=model`.
 `walk` is the grid's time for its tiles, each as long as tensor cores, shared memory, promotion and
 epilogue make it, in the order and with the waits of the schedule (walk_time.py): linear2 tiles that
 wait and a last round that is not full are in it, and that a pool block of 128 rows with at most 64
-is multiplied as one of 64 (device/plan.py, `Plan.tile_rows`).
+is multiplied as one of 64 (`Schedule.tile_rows`).
 HBM and L2 are the times in which those move the launch's bytes. All three overlap, and not wholly:
 | | is their norm of exponent `overlap`. The clock falls with the tensor cores' share of the time.
 
@@ -118,6 +118,7 @@ def k_block_clocks(
     promotions: int = 1,
     *,
     pingpong: bool = False,
+    swapped: bool = False,
     stages: int = 4,
     constants: Constants = BUILT_IN,
 ) -> float:
@@ -132,12 +133,13 @@ def k_block_clocks(
         block_n: columns of the tile.
         promotions: how often a unit is promoted, once a scale.
         pingpong: one warpgroup computes the tile.
+        swapped: a unit is 64 columns by all rows of the tile.
         stages: depth of the ring.
         constants: of the model.
     """
-    units = block_m * block_n // (64 * 128)
+    units = block_m * block_n / (64 * 128)
     fill = (block_m + block_n) * BLOCK_K
-    reads = units * (64 + 128) * BLOCK_K
+    reads = (block_n // 64 * (64 + block_m) if swapped else units * (64 + 128)) * BLOCK_K
     memory = (fill + reads) / SMEM_BYTES_PER_CLOCK
     promoted = promotions * constants.promote_clocks * units / (1 if pingpong else 2)
     waits = constants.k_block_clocks + constants.ring_clocks / stages
@@ -161,13 +163,12 @@ class _Tile:
 
 def _tiles(
     problem: Problem, schedule: Schedule, linear: int, promotions: int, c: Constants
-) -> tuple[_Tile, _Tile]:
-    """A tile of a pool block with more than 64 rows, and of one with at most 64."""
-    block_n = schedule.linear1_block_n if linear == 1 else schedule.linear2_block_n
-    high = _tile(problem, schedule, linear, promotions, c)
-    if schedule.block_m != 128 or block_n != 256:
-        return high, high
-    return high, _tile(problem, replace(schedule, block_m=64), linear, promotions, c)
+) -> tuple[_Tile, ...]:
+    """A tile of each of `Schedule.tile_rows`."""
+    return tuple(
+        _tile(problem, replace(schedule, block_m=rows), linear, promotions, c)
+        for rows in schedule.tile_rows(linear)
+    )
 
 
 def _tile(
@@ -182,6 +183,7 @@ def _tile(
         block_n,
         promotions,
         pingpong=pingpong,
+        swapped=schedule.swapped,
         stages=schedule.stages,
         constants=c,
     )
@@ -240,14 +242,17 @@ def predict(
     tiles = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     scales = (recipe or Recipe()).scales_per_k_block
     tile = [_tiles(problem, schedule, 1, 1, c), _tiles(problem, schedule, 2, scales, c)]
-    low = np.diff(row_ends, prepend=0.0) <= 64
-    num_low = int(low.sum())
+    # Of each block, which of `Schedule.tile_rows` its tiles have.
+    block_rows = np.diff(row_ends, prepend=0.0)
+    sizes = [np.searchsorted(schedule.tile_rows(k), block_rows) for k in (1, 2)]
+
+    def by_block(k: int, of: str) -> np.ndarray[Any, np.dtype[Any]]:
+        """Of a tile of linear1 (k = 0) or linear2 of each block."""
+        return np.array([getattr(t, of) for t in tile[k]], float)[sizes[k]]
 
     def total(k: int, of: str) -> float:
         """Of all tiles of linear1 (k = 0) or linear2."""
-        high_tile, low_tile = (getattr(t, of) for t in tile[k])
-        found: float = tiles[k] * ((blocks - num_low) * high_tile + num_low * low_tile)
-        return found
+        return float(tiles[k] * by_block(k, of).sum())
 
     l2 = [total(k, "l2_bytes") * gpu_ranks / (c.l2_tbs * 1e6) for k in (0, 1)]
     weights, h, i = problem.hidden * problem.intermediate, problem.hidden, problem.intermediate
@@ -271,10 +276,7 @@ def predict(
         schedule.lag,
         tiles,
         sms,
-        (
-            np.where(low, tile[0][1].clocks, tile[0][0].clocks) / top_mhz,
-            np.where(low, tile[1][1].clocks, tile[1][0].clocks) / top_mhz,
-        ),
+        (by_block(0, "clocks") / top_mhz, by_block(1, "clocks") / top_mhz),
         row_ends * pull_us_a_row,
         tile[0][0].hidden_clocks / top_mhz,
     )

@@ -44,7 +44,9 @@ KERNEL_SOURCES = (
     "phases/combine.py",
     "phases/dispatch.py",
     "phases/linear1.py",
+    "phases/linear1_swapped.py",
     "phases/linear2.py",
+    "phases/linear2_swapped.py",
     "kernel.py",
     "layout.py",
     "problem.py",
@@ -52,6 +54,7 @@ KERNEL_SOURCES = (
     "recipe.py",
     "scaling.py",
     "schedule.py",
+    "shared_memory.py",
 )
 """Files of the package that decide what the fused kernel and its phases alone are; the kernel that
 quantises a model's activations (phases/quantize.py) is neither."""

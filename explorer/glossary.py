@@ -6,12 +6,13 @@ MEDIANS = (
     "Ratios are medians of the ratios of each round, so columns of medians need not divide exactly."
 )
 NAME = (
-    "pp- pingpong (each math warpgroup computes its own tile; else both share one, cooperative); "
-    "m rows of a tile (block_m); n columns of a tile of linear1 and linear2 (block_n); s stages of "
-    "the operand ring in K blocks; w experts of a wave, or lag: how many blocks of rows linear2 "
-    "follows linear1 by; d dispatch warps, l load warps; r registers of a load and of a math "
-    "thread; f rows in flight of a dispatch warp; sm blocks of the grid; p K blocks of the first "
-    "weights that are prefetched"
+    "pp- pingpong (each math warpgroup computes its own tile), sw- swapped (both share one, whose "
+    "products follow its rows in steps of 16), else cooperative (both share one); m rows of a tile "
+    "(block_m; of a swapped one the most); n columns of a tile of linear1 and linear2 (block_n); "
+    "s stages of the operand ring in K blocks; w experts of a wave, or lag: how many blocks of "
+    "rows linear2 follows linear1 by; d dispatch warps, l load warps; r registers of a load and of "
+    "a math thread; f rows in flight of a dispatch warp; sm blocks of the grid; p K blocks of the "
+    "first weights that are prefetched"
 )
 TERMS = (
     (

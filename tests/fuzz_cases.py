@@ -220,13 +220,17 @@ def draw_schedule(
     rng: random.Random, problem: Problem, recipe: Recipe, num_sms: int = NUM_SMS
 ) -> Schedule:
     """A valid schedule; which one decides `Schedule.violations` alone."""
-    pingpong = problem.hidden % 256 == 0 and rng.random() < 0.65
+    modes = (
+        ("pingpong", "swapped", "cooperative") if problem.hidden % 256 == 0 else ("cooperative",)
+    )
+    mode = rng.choice(modes)
+    one_shape = mode != "cooperative"
     while True:
         schedule = Schedule(
-            math_mode="pingpong" if pingpong else "cooperative",
-            block_m=64 if pingpong else rng.choice((64, 128)),
-            linear1_block_n=256 if pingpong else rng.choice((128, 256, 256)),
-            linear2_block_n=256 if pingpong else rng.choice((128, 256, 256)),
+            math_mode=mode,  # type: ignore[arg-type]
+            block_m=64 if one_shape else rng.choice((64, 128)),
+            linear1_block_n=256 if one_shape else rng.choice((128, 256, 256)),
+            linear2_block_n=256 if one_shape else rng.choice((128, 256, 256)),
             stages=rng.randint(2, 8),
             experts_per_wave=problem.num_local_experts,
             dispatch_warps=rng.randint(1, 3),

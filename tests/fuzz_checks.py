@@ -40,7 +40,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         return -(-size // 1024)
 
     if not (
-        s.math_mode in ("cooperative", "pingpong")
+        s.math_mode in ("cooperative", "pingpong", "swapped")
         and s.order in ("wave", "lag")
         and s.block_m in (32, 64, 128)
         and {s.linear1_block_n, s.linear2_block_n} <= {128, 256}
@@ -69,7 +69,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         + s.stages * max(s.linear1_block_n, s.linear2_block_n) // 8
         + kib(scales)
         + 16
-        + kib(16 * s.block_m)
+        + (kib(64 * s.block_m) + 1 if s.math_mode == "swapped" else kib(16 * s.block_m))
         + kib(8 * s.block_m * (128 // recipe.intermediate_group))
         + kib(4 * (4 * (s.stages + 6) + problem.num_experts + 3 * local + 2))
         + kib(8 * (3 * s.stages + 6 + s.dispatch_warps * s.rows_in_flight))
@@ -339,7 +339,7 @@ def wrong_strides(case: Case, text: str) -> str:
     s, scales = case.schedule, case.numeric.scales_per_k_block
     sf = scales * s.block_m * 4
     barrier, operands = 8, {s.block_m * 8, s.max_block_n * 8}  # descriptors count 16 bytes
-    loads = re.findall(r"tlmm_load_shared\((.*)\);", text)
+    loads = re.findall(r"tlmm_load_(?:shared\(|scales<\d+>\(\w+, )(.*)\);", text)
     stage = r"\(\(uint\)\w+\) \* \(uint\)(\d+)\)"
     for load in loads:
         if re.findall(stage, load) != [str(sf)]:
@@ -366,7 +366,7 @@ def check_lowers(case: Case) -> str:
     configs = {**PASS_CONFIGS, "tl.enable_fast_math": case.fast_math}
     with tvm.transform.PassContext(opt_level=3, config=configs), target:
         text = str(lower(_program(case.spec), target=target).kernel_source)
-    if "tlmm_product<" not in text:
+    if not re.search(r"tlmm_product(?:_columns)?<", text):
         return "no WGMMA in the text"
     for word in ("printf", "__trap", "__sync_thread_partial"):
         if word in text:

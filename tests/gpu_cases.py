@@ -23,7 +23,7 @@ TOKENS = (0, 1, 7, 63, 64, 65, 129, 512, 1024, 4096, 8192)
 SMALL_TOKENS = (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 260, 819, 1024)
 FROZEN_TOKENS = (16, 512, 4096)
 """Where the op is tested with the frozen schedules of deepseek-v4-flash."""
-MODES = ("pingpong", "cooperative")
+MODES = ("pingpong", "swapped", "cooperative")
 
 
 def real_ranks() -> int:
@@ -134,6 +134,7 @@ def fit(problem: Problem, **fields: object) -> Schedule:
 
 
 PINGPONG: dict[str, object] = {"math_mode": "pingpong", "block_m": 64}
+SWAPPED: dict[str, object] = {"math_mode": "swapped", "block_m": 64}
 VARIANTS: dict[str, dict[str, object]] = {
     "wide128": {},
     "wide64": {"block_m": 64},
@@ -144,9 +145,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "pingpong": PINGPONG,
     "pingpong1": {**PINGPONG, "dispatch_warps": 3, "load_warps": 1},
     "pingpong_few": {**PINGPONG, "num_sms": 7, "rows_in_flight": 5, "dispatch_warps": 1},
+    "swapped": SWAPPED,
+    "swapped1": {**SWAPPED, "dispatch_warps": 3, "load_warps": 1},
 }
 """Compile-time choices: every value of every field, not every combination."""
-SPLITS = ("pingpong", "wide64", "wide128", "rows")
+SPLITS = ("pingpong", "swapped", "wide64", "wide128", "rows")
 """Each math mode, split and block_m once."""
 Schedules = dict[str, Schedule]
 
@@ -171,14 +174,14 @@ def edge_schedules(problem: Problem) -> Schedules:
     """For a problem at the edge of the rules: one of each split, or one where it is about walks."""
     if problem in [EXPERTS[n] for n in MORE_LOCAL_EXPERTS]:
         turn = MORE_LOCAL_EXPERTS.index(problem.num_experts)
-        return schedules(problem, [("pingpong", "wide64", "rows")[turn % 3]])
+        return schedules(problem, [("pingpong", "wide64", "rows", "swapped")[turn % 4]])
     if problem.name == "experts500":  # more than threads
         return schedules(problem, ("wide64",))
     if problem.name in ("topk8", "wide-intermediate"):
-        return schedules(problem, ("pingpong", "rows"))
+        return schedules(problem, ("pingpong", "rows", "swapped"))
     if problem in [EXPERTS[n] for n in (1, 8, 31, 48)]:
         return schedules(problem, ("wide64", "rows"))
-    return schedules(problem, ("wide64", "rows", "pingpong"))
+    return schedules(problem, ("wide64", "rows", "pingpong", "swapped"))
 
 
 def edge_cases() -> list[Any]:
@@ -197,6 +200,7 @@ def preset_schedules(problem: Problem) -> Schedules:
         "m128": fit(problem),
         "m64": fit(problem, block_m=64, stages=5, rows_in_flight=2),
         "pingpong": fit(problem, **PINGPONG),
+        "swapped": fit(problem, **SWAPPED),
     }
 
 
@@ -213,25 +217,25 @@ def rank_schedules(problem: Problem) -> Schedules:
     return schedules(problem, SPLITS)
 
 
-RECIPE_SPLITS = ("pingpong", "wide128", "rows")
+RECIPE_SPLITS = ("pingpong", "swapped", "wide128", "rows")
 PHASE_SCHEDULES = {
     "dispatch": ("m32", "wide64", "wide128"),
-    "linear1": ("pingpong", "wide64", "wide128", "rows1"),
-    "linear2": ("pingpong", "wide64", "wide128", "rows1"),
+    "linear1": ("pingpong", "swapped", "wide64", "wide128", "rows1"),
+    "linear2": ("pingpong", "swapped", "wide64", "wide128", "rows1"),
     "combine": ("wide128",),
 }
 """Schedules whose stand-alone phases are tested; the debug view for DEBUG_SCHEDULES too."""
-DEBUG_SCHEDULES = ("pingpong", "wide128", "rows1")
+DEBUG_SCHEDULES = ("pingpong", "swapped", "wide128", "rows1")
 RANK_PHASE_SCHEDULES = {
     "dispatch": ("m32", "wide64", "wide128"),
-    "linear1": ("pingpong", "wide128"),
-    "linear2": ("pingpong", "wide128"),
+    "linear1": ("pingpong", "swapped", "wide128"),
+    "linear2": ("pingpong", "swapped", "wide128"),
     "combine": ("wide128",),
 }
 FLASH_PHASE_SCHEDULES = {
     "dispatch": ("wide128",),
-    "linear1": ("wide128", "pingpong"),
-    "linear2": ("wide128", "pingpong"),
+    "linear1": ("wide128", "pingpong", "swapped"),
+    "linear2": ("wide128", "pingpong", "swapped"),
     "combine": ("wide128",),
 }
 
@@ -244,7 +248,7 @@ def phase_schedule(problem: Problem, name: str) -> Schedule:
 # ---- kernels
 
 
-CLAMP_CASES = (("wide128", True), ("rows", False), ("pingpong", True))
+CLAMP_CASES = (("wide128", True), ("rows", False), ("pingpong", True), ("swapped", False))
 """(schedule, fast_math) of the launches with a clamp."""
 
 
@@ -257,11 +261,11 @@ def reserved_schedules() -> Schedules:
     }
 
 
-EXACT_MATH = ("pingpong", "wide128")
+EXACT_MATH = ("pingpong", "swapped", "wide128")
 """Schedules that run without fast_math and clamp."""
 
 
-TRACED = ("default", "wide128", "rows1", "pingpong1", "few_sms", "lag")
+TRACED = ("default", "wide128", "rows1", "pingpong1", "swapped", "few_sms", "lag")
 """Schedules of `SMALL` whose profiling builds run."""
 
 

@@ -129,7 +129,7 @@ def edge_specs() -> Iterable[KernelSpec]:
         yield from (_spec(problem, s) for s in edge_schedules(problem).values())
     for schedule in many_routes_schedules().values():
         yield _spec(MANY_ROUTES, schedule, capacity=MANY_ROUTES_CAPACITY)
-    for schedule in schedules(HUGE, ("pingpong", "wide128")).values():
+    for schedule in schedules(HUGE, ("pingpong", "swapped", "wide128")).values():
         yield _spec(HUGE, schedule, capacity=HUGE_CAPACITY)
 
 
@@ -141,9 +141,9 @@ def rank_specs(problem: Problem) -> Iterable[KernelSpec]:
 def many_rank_specs(problem: Problem, duplicates: Problem) -> Iterable[KernelSpec]:
     """Kernels over ranks that one number of ranks launches."""
     yield from _phases(problem, RANK_PHASE_SCHEDULES)
-    for schedule in schedules(problem, ("pingpong", "wide128"), WRAPS_RECIPE).values():
+    for schedule in schedules(problem, ("pingpong", "swapped", "wide128"), WRAPS_RECIPE).values():
         yield _spec(problem, schedule, recipe=WRAPS_RECIPE)
-    for schedule in schedules(duplicates, ("pingpong", "wide128")).values():
+    for schedule in schedules(duplicates, ("pingpong", "swapped", "wide128")).values():
         yield _spec(duplicates, schedule)
 
 

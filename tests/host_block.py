@@ -333,12 +333,12 @@ class Block:
                 rank.add("l2_done", task.block, 1, self.plan.l2_done_target)
             yield None
             turns.end(self.multiply_turn)
-            share = self.share(task, wg, turns.rows)
+            units = self.units(task, wg, turns.rows)
+            exchanges = self.exchanges(task, wg, turns.rows)
             yield from turns.next_early()
             yield from turns.begin(self.finish_turn)
-            units = [(share.half[q], range(share.a_row, share.a_row + 64)) for q in share.units]
             if task.phase == 1:
-                if share.splits_columns and self.plan.recipe.intermediate_group == 128:
+                if exchanges:
                     yield from self.exchange(task, wg, turn)
                     turn ^= self.world.rules.maxima_turns
                 yield from self.finish(task, units, rows, report)
@@ -377,9 +377,22 @@ class Block:
                 turns.step += 1
         return rows
 
-    def share(self, task: Task, wg: int, valid: int) -> Share:
-        """What a warpgroup multiplies of a tile."""
-        return Share.of(self.plan.schedule, task.phase, wg, self.tile_rows(task, valid))
+    def units(self, task: Task, wg: int, valid: int) -> list[tuple[int, range]]:
+        """What a warpgroup multiplies of a tile: (half of the columns, rows of the block)."""
+        num_rows = self.tile_rows(task, valid)
+        if self.plan.schedule.swapped:
+            return [(wg, range(num_rows))]
+        share = Share.of(self.plan.schedule, task.phase, wg, num_rows)
+        return [(share.half[q], range(share.a_row, share.a_row + 64)) for q in share.units]
+
+    def exchanges(self, task: Task, wg: int, valid: int) -> bool:
+        """Whether the warpgroups exchange row maxima of a tile."""
+        if task.phase == 2 or self.plan.recipe.intermediate_group != 128:
+            return False
+        if self.plan.schedule.swapped:
+            return True
+        num_rows = self.tile_rows(task, valid)
+        return Share.of(self.plan.schedule, 1, wg, num_rows).splits_columns
 
     def exchange(self, task: Task, wg: int, turn: int) -> Agent:
         """Row maxima of a tile whose columns the warpgroups share."""

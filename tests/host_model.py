@@ -193,14 +193,19 @@ class World:
             check(not any(rank.workspace[begin : begin + length]), f"{name} is not cleared")
 
     def _check_rows_read(self, rank: Rank, block: Block) -> None:
-        """Half the rows of the blocks that have no others, where block_n is 256."""
+        """Half the rows of the blocks that have no others, where block_n is 256; with swapped
+        operands at most 15 more than there are."""
         problem, s = self.plan.problem, self.plan.schedule
         widths, tiles = (s.linear1_block_n, s.linear2_block_n), (s.linear1_tiles, s.linear2_tiles)
         for phase in (1, 2):
             for number in range(block.first_block[-1]):
-                low = s.block_m == 128 and widths[phase - 1] == 256
-                low = low and block.rows_of(Task(phase, number, 0)) <= 64
-                wanted = block.k_blocks(Task(phase, number, 0)) * (64 if low else s.block_m)
+                rows = min(block.rows_of(Task(phase, number, 0)), s.block_m)
+                if s.swapped:
+                    rows += -rows % 16
+                else:
+                    low = s.block_m == 128 and widths[phase - 1] == 256 and rows <= 64
+                    rows = 64 if low else s.block_m
+                wanted = block.k_blocks(Task(phase, number, 0)) * rows
                 found = rank.rows_read[phase, number]
                 check(found == wanted * tiles[phase - 1](problem), f"{found} rows are read")
                 self.half_blocks += low

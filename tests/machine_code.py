@@ -83,11 +83,13 @@ def machine_code(spec: KernelSpec) -> MachineCode:
 def num_products(plan: Plan) -> int:
     """Products in the text of a fused kernel, which both math warpgroups share: one for each unit
     of each kind of tile, and in linear2 for each scale of a K block."""
-    return sum(
-        len(share.units) * scales
-        for linear, scales in ((1, 1), (2, plan.recipe.scales_per_k_block))
-        for share in shares(plan, linear, 0)
-    )
+
+    def units(linear: int) -> int:
+        if plan.schedule.swapped:
+            return 2 * len(plan.tile_rows(linear))
+        return sum(len(share.units) for share in shares(plan, linear, 0))
+
+    return units(1) + units(2) * plan.recipe.scales_per_k_block
 
 
 def check_report(report: KernelReport, schedule: Schedule, problem: Problem) -> None:

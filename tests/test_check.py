@@ -223,6 +223,7 @@ def test_every_mode_split_and_block_is_checked() -> None:
     shapes = [(s.math_mode, s.block_m, s.linear1_block_n) for s in found["fused"]]
     assert shapes == [
         ("pingpong", 64, 256),
+        ("swapped", 64, 256),
         ("cooperative", 64, 256),
         ("cooperative", 128, 256),
         ("cooperative", 128, 128),
@@ -242,17 +243,17 @@ def test_cases_and_their_kernels() -> None:
     cases = check.plan_cases("all", schedules, (0, 9), 2)
     assert list(cases) == ["interface", *check.PHASES]
     assert [c.tokens for c in cases["combine"]] == [(0, 0), (9, 9), (0, 9)]
-    assert [c.check for c in cases["linear1"]] == ([ACCUMULATORS] * 4 + ["linear1"] * 4) * 3
+    assert [c.check for c in cases["linear1"]] == ([ACCUMULATORS] * 5 + ["linear1"] * 5) * 3
     config = CheckConfig(problem=TWO, rank_mode="virtual", capacity=64)
     specs = check.specs_of(config, cases)
-    assert len(specs) == 3 + 4 + 4 + 4 + 1 + 4
-    assert sum(spec.debug for spec in specs) == 4
+    assert len(specs) == 3 + 5 + 5 + 5 + 1 + 5
+    assert sum(spec.debug for spec in specs) == 5
     assert list(check.plan_cases("combine", schedules, (9,), 1)) == ["interface", "combine"]
     more = check.plan_cases("all", schedules, (0, 9), 2, 64)
     assert {name: cases[name] for name in check.PHASES[:4]} == {
         n: more[n] for n in check.PHASES[:4]
     }
-    assert [(c.tokens, c.routing) for c in more["fused"][12:]] == [((64, 64), "hot1")] * 4
+    assert [(c.tokens, c.routing) for c in more["fused"][15:]] == [((64, 64), "hot1")] * 5
     assert check.specs_of(config, more) == specs
     assert list(check.plan_cases("combine", schedules, (9,), 2, 64)) == ["interface", "combine"]
 

@@ -277,7 +277,7 @@ def test_exit_codes(
         return [good(case), checker.blank_row(config, case, bad or "ok", "because")]
 
     monkeypatch.setattr(check, "find_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr(check, "_build", lambda specs, jobs: len(specs) == 4)
+    monkeypatch.setattr(check, "_build", lambda specs, jobs: len(specs) == 5)
     monkeypatch.setattr(check, "run_in_children", rows)
     flags = ["--problem", "mimo-v2.5", "--phase", "fused", "--timeout", "9", "--ranks", "4"]
     assert cli.main(["check", *flags]) == code

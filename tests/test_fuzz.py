@@ -36,6 +36,7 @@ from fuzz_shrink import shrink, simpler, smaller
 from tl_megamoe import layout, reference, scaling
 from tl_megamoe.device.walk import Task
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
+from tl_megamoe.frozen import MATH_MODES
 from tl_megamoe.schedule import Schedule, ScheduleError, Violations
 
 # ---- what is drawn
@@ -84,7 +85,8 @@ def test_layers_cover_the_space_and_are_valid(seed: int) -> None:
     assert {case.num_ranks for case in cases} == set(range(1, 9))
     assert {case.weights for case in cases} == set(WEIGHT_LAWS)
     assert {case.recipe for case in cases} == {"exact-128", "exact-64", "pow2-128", "pow2-64"}
-    for name in ("math_mode", "block_m", "linear1_block_n", "linear2_block_n", "order"):
+    assert {case.schedule.math_mode for case in cases} == set(MATH_MODES)
+    for name in ("block_m", "linear1_block_n", "linear2_block_n", "order"):
         assert len({getattr(case.schedule, name) for case in cases}) == 2, name
     assert {0, 1} <= {n for case in cases for n in case.tokens}
     assert any(n == case.capacity > 1000 for case in cases for n in case.tokens)

@@ -110,6 +110,7 @@ def test_a_precise_build_keeps_subnormal_numbers() -> None:
     """nvcc's own code flushes them with fast math alone, and so do promotions."""
     assert "fma.rn.ftz.f32" in device_cuda(True)
     assert ".ftz" not in device_cuda(False)
+    assert ".ftz" not in device_cuda(False, swapped=True)
     assert device_cuda(False).count("fma.rn.f32") == device_cuda(True).count("fma.rn.ftz.f32")
     spec = KernelSpec(problem=SMALL, schedule=fit(SMALL), capacity=SMALL_CAPACITY, fast_math=False)
     assert ".ftz" not in compile_kernel(spec).source()
@@ -156,7 +157,7 @@ def test_report_is_read_from_ptxas() -> None:
     source = """
         template <int FIRST, int COUNT, bool NARROW>
         TLMM_DEV void tlmm_product(float* raw, unsigned a, unsigned b) {}
-        tlmm_product<0, 4, false>(raw, a, b); tlmm_product<2, 2, true>(raw, a, b);
+        tlmm_product<0, 4, false>(raw, a, b); tlmm_product_columns<16, 2, 2, 256>(raw, a, b);
     """
     report = parse_report(output, source, "v_int64) = ((int64_t)229904);")
     assert (report.registers, report.spill_bytes, report.smem_bytes) == (168, 28, 230928)

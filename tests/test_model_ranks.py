@@ -116,6 +116,7 @@ def test_right_rules_hold_where_wrong_ones_break(seed: int) -> None:
     assert not breaks(Rules(), seed=seed, order=(False, 8), num_sms=1)
     assert not breaks(Rules(task_slots=2), seed=seed, num_sms=3)
     assert not breaks(Rules(task_slots=3), seed=seed, num_sms=3, math_mode="pingpong")
+    assert not breaks(Rules(task_slots=2), seed=seed, num_sms=6, math_mode="swapped")
 
 
 def test_few_routes_need_one_order(seed: int) -> None:
@@ -178,7 +179,9 @@ def test_a_missing_wait_is_seen(
         (Rules(pay_at_end=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
         (Rules(stores_wait=False), "cooperative", ModelError, "linear2 of block .* reads row"),
         (Rules(stores_wait=False), "pingpong", ModelError, "linear2 of block .* reads row"),
+        (Rules(stores_wait=False), "swapped", ModelError, "linear2 of block .* reads row"),
         (Rules(maxima_turns=False), "cooperative", ModelError, "row maxima of another tile"),
+        (Rules(maxima_turns=False), "swapped", ModelError, "row maxima of another tile"),
     ],
 )
 def test_a_broken_handover_is_seen(

@@ -93,7 +93,7 @@ def test_it_takes_one_parameter_more(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_text_has_stamps_and_the_same_barriers(mode: str) -> None:
-    schedule = variants(SMALL)["wide128" if mode == "cooperative" else "pingpong"]
+    schedule = variants(SMALL)["wide128" if mode == "cooperative" else mode]
     shipped, profiling = (spec(SMALL, schedule, profile=p) for p in (False, True))
     assert shipped.key() != profiling.key()
     plain, stamped = compile_kernel(shipped).source(), compile_kernel(profiling).source()

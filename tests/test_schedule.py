@@ -21,7 +21,7 @@ TOKENS = (1, 16, 64, 256, 512, 1024, 4096, 8192)
 
 schedules = st.builds(
     Schedule,
-    math_mode=st.sampled_from(("cooperative", "pingpong", "solo")),
+    math_mode=st.sampled_from(("cooperative", "pingpong", "swapped", "solo")),
     block_m=st.sampled_from((32, 64, 128, 256)),
     linear1_block_n=st.sampled_from((64, 128, 256)),
     linear2_block_n=st.sampled_from((64, 128, 256)),
@@ -141,9 +141,10 @@ def test_names_change_with_every_field() -> None:
         "num_sms": 128,
         "prefetch": 8,
     }
-    names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name, pingpong.name}
+    swapped = dataclasses.replace(pingpong, math_mode="swapped")
+    names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name, pingpong.name, swapped.name}
     names |= {dataclasses.replace(base, **{k: v}).name for k, v in changes.items()}
-    assert len(names) == 4 + len(changes)
+    assert len(names) == 5 + len(changes)
     assert set(changes) | {"order", "lag", "math_mode"} == FIELDS
 
 
@@ -184,6 +185,11 @@ def test_from_dict_refuses(change: dict[str, object], message: str) -> None:
             {"math_mode": "pingpong", "block_m": 64, "linear2_block_n": 128},
             "use linear2_block_n=256",
         ),
+        ({"math_mode": "swapped"}, "needs block_m=64, found block_m=128"),
+        (
+            {"math_mode": "swapped", "block_m": 64, "linear1_block_n": 128},
+            "linear1_block_n=128 leaves a warpgroup without weights",
+        ),
     ],
 )
 def test_rules(change: dict[str, object], message: str) -> None:
@@ -206,7 +212,8 @@ def test_shared_memory_is_what_the_buffers_take(case: tuple[Problem, Recipe, Sch
     stages, slots, scales = schedule.stages, schedule.task_slots, recipe.scales_per_k_block
     words = {
         "ring_a_sf": stages * scales * schedule.block_m,
-        "amax": 2 * 2 * 64,
+        # Two buffers: of the warpgroups, or of their warps.
+        "amax": 2 * (8 if schedule.swapped else 2) * 64,
         "scales": 2 * scales * schedule.block_m,
         # Entries of tiles; counts by source rank; total, first_block and first_row with their ends.
         "tables": 4 * slots
@@ -217,10 +224,25 @@ def test_shared_memory_is_what_the_buffers_take(case: tuple[Problem, Recipe, Sch
         # Full and empty, a row chunk each, an entry each: 8 bytes.
         "barriers": 2 * (2 * stages + schedule.row_slots + slots),
     }
+    assert ("inverse" in found) == schedule.swapped
+    if schedule.swapped:
+        words["inverse"] = 2 * schedule.block_m
     for name, number in words.items():
         assert found[name] == -(-4 * number // 1024) * 1024, name
     assert found["ring_a"] == stages * schedule.block_m * 128
     assert found["ring_b"] == stages * schedule.max_block_n * 128
+
+
+@given(valid_cases(), st.integers(1, 128))
+def test_a_block_has_one_tile_size(case: tuple[Problem, Recipe, Schedule], rows: int) -> None:
+    """The least that holds its rows, and of swapped operands less than 16 more."""
+    _, _, schedule = case
+    rows = min(rows, schedule.block_m)
+    for linear in (1, 2):
+        sizes = schedule.tile_rows(linear)
+        assert sizes == tuple(sorted(set(sizes)))
+        assert sizes[-1] == schedule.block_m
+        assert not schedule.swapped or min(n for n in sizes if n >= rows) - rows < 16
 
 
 @given(valid_cases())

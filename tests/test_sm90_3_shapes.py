@@ -115,7 +115,7 @@ def test_more_than_2_to_the_31_elements(mode: str, shared_seed: int) -> None:
     assert layout["l1_acts"].num_bytes > 3e9
     assert layout["combine_acts"].num_bytes // 2 > 3e9
     w.fill(HUGE_CAPACITY, shared_seed)
-    (schedule,) = of_mode(schedules(HUGE, ("pingpong", "wide128")), mode).values()
+    (schedule,) = of_mode(schedules(HUGE, ("pingpong", "swapped", "wide128")), mode).values()
     y = w.run(schedule)
     i = w.inputs[0]
     for part in (

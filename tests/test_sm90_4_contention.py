@@ -49,7 +49,7 @@ def test_sms_that_come_back(num_ranks: int, num_held: int, mode: str, shared_see
     """Blocks that run wait for those that cannot start, well below the bound of a wait."""
     w = world(SMALL if num_ranks == 1 else ON_RANKS[num_ranks], SMALL_CAPACITY)
     w.fill(257, shared_seed)
-    chosen = of_mode(schedules(w.problem, ("wide128", "pingpong")), mode)
+    chosen = of_mode(schedules(w.problem, ("wide128", "pingpong", "swapped")), mode)
     w.check(chosen)
     for schedule in chosen.values():
         with held(num_held, SHORT_MS) as released:

@@ -173,7 +173,7 @@ def test_recipes(recipe: Recipe, mode: str, shared_seed: int) -> None:
 def test_a_recipe_on_ranks(num_ranks: int, mode: str, shared_seed: int) -> None:
     w = world(ON_RANKS[num_ranks], RANKS_CAPACITY, WRAPS_RECIPE)
     w.fill([(300, 0, 65, 1)[r % 4] for r in range(num_ranks)], shared_seed, "zipf:0.8")
-    chosen = schedules(w.problem, ("pingpong", "wide128"), WRAPS_RECIPE)
+    chosen = schedules(w.problem, ("pingpong", "swapped", "wide128"), WRAPS_RECIPE)
     w.check(of_mode(chosen, mode), pools=True)
     reasons = dict.fromkeys(w.ranks.here, "")
     for rank in w.ranks.here:
@@ -228,7 +228,7 @@ def test_an_expert_several_times_in_a_token_on_ranks(
 ) -> None:
     w = world(duplicates_on(num_ranks), RANKS_CAPACITY)
     w.fill([(tokens, tokens // 2)[r % 2] for r in range(num_ranks)], shared_seed)
-    w.check(of_mode(schedules(w.problem, ("pingpong", "wide128")), mode), pools=True)
+    w.check(of_mode(schedules(w.problem, ("pingpong", "swapped", "wide128")), mode), pools=True)
 
 
 @modes

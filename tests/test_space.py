@@ -14,6 +14,7 @@ from tl_megamoe.explorer.space import (
     enumerate_candidates,
     load_space,
 )
+from tl_megamoe.frozen import MATH_MODES
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import RULES, Schedule, default_schedule
@@ -31,7 +32,7 @@ def space_file(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_screen_is_small(name: str) -> None:
     found = enumerate_candidates(PRESETS[name].one_rank(), 512, load_space("screen"))
-    assert 45 <= len(found.schedules) <= 55  # 48 experts have more wave sizes than 32
+    assert 45 <= len(found.schedules) <= 60  # 48 experts have more wave sizes than 32
     assert len({s.kernel_key() for s in found.schedules}) <= 30
 
 
@@ -112,9 +113,12 @@ def test_limit_must_be_positive() -> None:
 
 
 @pytest.mark.parametrize("space", NAMED_SPACES)
-def test_every_space_has_both_math_modes(space: str) -> None:
+def test_every_space_has_all_math_modes(space: str) -> None:
     found = enumerate_candidates(FLASH, 512, load_space(space))
-    assert {s.math_mode for s in found.schedules} == {"cooperative", "pingpong"}
+    small = space == "demo"
+    assert {s.math_mode for s in found.schedules} == set(MATH_MODES) - (
+        {"swapped"} if small else set()
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])

@@ -24,7 +24,7 @@ from .schedule import COOPERATIVE_THRESHOLD, Schedule, ScheduleError, default_sc
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-MATH_MODES = ("cooperative", "pingpong")
+MATH_MODES = ("cooperative", "pingpong", "swapped")
 RANK_MODES = ("one", "virtual", "real")
 MAX_SIZE, MAX_TOKENS = 1 << 20, (1 << 31) - 1
 """What a file may say of a layer's sizes and of token counts: more is damage."""
@@ -362,8 +362,8 @@ def resolve(
         quiet: log nothing.
         rank_mode: as for `lookup`.
         recipe: that of the buffer; `Recipe()` when None.
-        math_mode: forced, `cooperative` or `pingpong`; free when None. A frozen schedule of the
-            other mode is passed over for the default of this one.
+        math_mode: forced, one of MATH_MODES; free when None. A frozen schedule of another mode is
+            passed over for the default of this one.
         cooperative_threshold: tokens from which the default is cooperative.
         tokens_to_tune: token counts in the command that would tune the layer; num_tokens if empty.
 
@@ -416,7 +416,7 @@ def _forced_default(
     if violations:
         raise ScheduleError(
             f"math mode {math_mode!r} is forced and not valid for {_sizes(problem)}: "
-            f"{'; '.join(violations)}. Leave the choice free, or force the other mode."
+            f"{'; '.join(violations)}. Leave the choice free, or force another mode."
         )
     return schedule
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PHASES = ("fused", "dispatch", "linear1", "linear2", "combine")
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
-SERIALISED_WGMMA = ("C7510", "C7514", "C7517")
+SERIALISED_WGMMA = ("C7510", "C7511", "C7514", "C7517")
 """ptxas warnings that say it put a wait behind every WGMMA."""
 
 
@@ -108,7 +108,7 @@ class KernelReport:
         registers: a thread, at launch (roles redistribute them with setmaxnreg).
         spill_bytes: spill stores plus loads, in bytes.
         smem_bytes: dynamic and static shared memory, in bytes.
-        num_wgmma: WGMMA instructions in the program text.
+        num_wgmma: products in the program text, of up to four WGMMA instructions each.
         warnings: ptxas codes found, for example C7510.
         source_hash: sha256 of the generated CUDA text, 16 digits.
     """
@@ -297,7 +297,7 @@ def parse_report(output: str, source: str, host_source: str) -> KernelReport:
         registers=largest(r"Used (\d+) registers"),
         spill_bytes=sum(spills),
         smem_bytes=dynamic + largest(r"(\d+) bytes smem"),
-        num_wgmma=len(re.findall(r"tlmm_product<\d", source)),
+        num_wgmma=len(re.findall(r"tlmm_product(?:_columns)?<\d", source)),
         warnings=tuple(sorted(set(re.findall(r"\bC7\d{3}\b", output)))),
         source_hash=hashlib.sha256(source.encode()).hexdigest()[:16],
     )

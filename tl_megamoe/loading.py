@@ -64,7 +64,7 @@ def prepare(
         sym_buffer: the buffer that will be launched.
         num_tokens: tokens of this rank.
         recipe, activation_clamp, fast_math, token_bound, schedule: as for `fp8_mega_moe`.
-        math_mode: forced, `cooperative` or `pingpong`; not together with `schedule`.
+        math_mode: forced, one of `frozen.MATH_MODES`; not together with `schedule`.
 
     Returns:
         The kernel that a call with these arguments launches, and the schedule it runs.

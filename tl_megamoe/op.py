@@ -69,8 +69,8 @@ def fp8_mega_moe(
             schedule is chosen for it. None: the capacity, with one rank num_tokens.
         schedule: run this schedule instead of the chosen one, the same on all ranks; never changes
             the result.
-        math_mode: choose among schedules of this mode, `cooperative` or `pingpong`; not together
-            with `schedule`.
+        math_mode: choose among schedules of this mode, `cooperative`, `pingpong` or `swapped`; not
+            together with `schedule`.
 
     Raises:
         ValueError: an argument breaks a rule above; the message names it, the rule and the value.

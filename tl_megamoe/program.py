@@ -12,9 +12,13 @@ threads            role                 registers
 
 The math warpgroups share every tile of the block (cooperative), or take turns (pingpong): the even
 tiles are warpgroup 0's, the odd ones warpgroup 1's, and while one writes its tile the other
-multiplies. The load role does not tell the modes apart. The warp that loads weights finds out which
-tile comes next and tells the others (device/lookahead.py, device/tasks.py).
+multiplies. The load role does not tell these modes apart. With swapped operands they share every
+tile too, and the linears are modules of their own (phases/linear1_swapped.py, linear2_swapped.py).
+The warp that loads weights finds out which tile comes next and tells the others
+(device/lookahead.py, device/tasks.py).
 """
+
+from typing import Any
 
 import tilelang.language as T
 
@@ -27,10 +31,11 @@ from .device.plan import FP8, Params, Plan
 from .device.remote import REMOTE_CUDA
 from .device.report import REPORT_CUDA, Report
 from .device.ring import RING_CUDA, Cursor, Shared
+from .device.swapped import SWAPPED_CUDA, SWAPPED_SWIGLU_CUDA
 from .device.tasks import TASKS_CUDA
 from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
-from .phases import combine, dispatch, linear1, linear2
+from .phases import combine, dispatch, linear1, linear1_swapped, linear2, linear2_swapped
 from .phases.dispatch import DISPATCH_CUDA
 from .phases.linear1 import LINEAR1_CUDA
 from .scaling import SCALING_CUDA
@@ -49,11 +54,19 @@ DEVICE_CUDA = (
 )
 
 
-def device_cuda(fast_math: bool) -> str:
+def device_cuda(fast_math: bool, swapped: bool = False) -> str:
     """The text of the helpers. A promotion flushes subnormal numbers where nvcc's own code does."""
+    text = DEVICE_CUDA + SWAPPED_CUDA if swapped else DEVICE_CUDA
     if fast_math:
-        return DEVICE_CUDA + LINEAR1_CUDA
-    return DEVICE_CUDA.replace("fma.rn.ftz.f32", "fma.rn.f32")
+        return text + (SWAPPED_SWIGLU_CUDA if swapped else LINEAR1_CUDA)
+    return text.replace("rn.ftz.f32", "rn.f32")
+
+
+def linear_phases(plan: Plan) -> Any:
+    """The modules of linear1 and linear2."""
+    if plan.schedule.swapped:
+        return linear1_swapped, linear2_swapped
+    return linear1, linear2
 
 
 PASS_CONFIGS = {
@@ -69,6 +82,7 @@ PASS_CONFIGS = {
 @T.macro
 def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
     """Walk the tiles and fill the ring; `what` = (rows too, weights too). Role: load, one warp."""
+    first, second = linear_phases(plan)
     cursor = Cursor(plan.schedule.stages, 1)
     ahead = Lookahead(plan, p, shared, grid_block, what)
     block = T.alloc_var("int32")
@@ -80,14 +94,14 @@ def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
             while ahead.code[0] >= LINEAR1_BIT:
                 block = block_of(ahead.code[0])
                 tile = ahead.code[0] & 255
-                linear1.load(plan, p, shared, cursor, ahead, block, tile)
+                first.load(plan, p, shared, cursor, ahead, block, tile)
                 trace.mark_tile(plan, p, trace.LOAD, 1, block, tile)
                 ahead.advance()
         if plan.runs("linear2"):
             while (ahead.code[0] >> 30) == 0:
                 block = block_of(ahead.code[0])
                 tile = ahead.code[0] & 255
-                linear2.load(plan, p, shared, cursor, ahead, block, tile)
+                second.load(plan, p, shared, cursor, ahead, block, tile)
                 trace.mark_tile(plan, p, trace.LOAD, 2, block, tile)
                 ahead.advance()
 
@@ -107,6 +121,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
     barriers.sync(barriers.BLOCK, plan.schedule.threads)
     trace.mark(plan, p, trace.START)
     if plan.runs("linear1") or plan.runs("linear2"):
+        first, second = linear_phases(plan)
         acc = Accumulators(MAX_UNITS)
         cursor = Cursor(plan.schedule.stages, 0)
         report = Report(plan, p, wg)
@@ -128,7 +143,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     if plan.profile:
                         report.pay_if_empty(shared.ring, cursor)
                         wait_for_stage(plan, p, shared, cursor, 1, block, tile)
-                    weights = linear1.multiply(
+                    weights = first.multiply(
                         plan, p, shared, cursor, acc, wg, (block, tile, expert, rows), report
                     )
                     turns.end_multiply()
@@ -138,8 +153,8 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     if plan.schedule.pingpong:
                         trace.mark_tile(plan, p, trace.FINISH_TURN, 1, block, tile)
                     if plan.debug:
-                        linear1.write_accumulators(plan, p, acc, wg, (block, tile, expert, rows))
-                    linear1.finish(
+                        first.write_accumulators(plan, p, acc, wg, (block, tile, expert, rows))
+                    first.finish(
                         plan, p, shared, acc, wg, (block, tile, expert, rows), turn, weights
                     )
                     turns.end_finish()
@@ -155,7 +170,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     if plan.profile:
                         report.pay_if_empty(shared.ring, cursor)
                         wait_for_stage(plan, p, shared, cursor, 2, block, tile)
-                    targets = linear2.multiply(
+                    targets = second.multiply(
                         plan, p, shared, cursor, acc, wg, (block, tile, expert, rows), report
                     )
                     turns.end_multiply()
@@ -164,7 +179,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     turns.begin_finish()
                     if plan.schedule.pingpong:
                         trace.mark_tile(plan, p, trace.FINISH_TURN, 2, block, tile)
-                    linear2.scatter(plan, p, shared, acc, wg, (block, tile, expert, rows), targets)
+                    second.scatter(plan, p, shared, acc, wg, (block, tile, expert, rows), targets)
                     turns.end_finish()
                     trace.mark_tile(plan, p, trace.FINISH, 2, block, tile)
                     turns.next()
@@ -218,7 +233,7 @@ def build_program(plan: Plan):
         trace_address: T.int64 if plan.profile else 0,  # a constant is no parameter
     ):
         with T.Kernel(s.num_sms, threads=s.threads) as grid_block:
-            helpers = device_cuda(plan.fast_math)
+            helpers = device_cuda(plan.fast_math, s.swapped)
             T.import_source(helpers + TRACE_CUDA if plan.profile else helpers)
             p = Params(
                 topk_idx,

@@ -13,6 +13,9 @@ from .shared_memory import SMEM_LIMIT_BYTES
 BLOCK_K = SCALE_BLOCK
 """Columns of one K block: one activation scale, one 128-byte FP8 row of a swizzled tile."""
 MATH_WARPS = 8
+ROW_STEP = 16
+"""Rows of a tile of swapped operands are a multiple of it: two 8 x 8 matrices of a transposing
+store, 16 bytes of row scales."""
 COOPERATIVE_THRESHOLD = 256
 """Tokens from which the built-in default shares a tile between the two math warpgroups."""
 LAUNCH_REGISTERS = 168
@@ -20,6 +23,8 @@ LAUNCH_REGISTERS = 168
 setmaxnreg only moves them between warpgroups: an increase past the block's own waits for ever."""
 MAX_TILES = 256
 """Tiles of a pool block and phase: 8 bits of a task (device/walk.py)."""
+NAME_PREFIXES = {"pingpong": "pp-", "swapped": "sw-"}
+"""What a schedule's name begins with, by math mode; nothing for cooperative."""
 COUNTER_BITS = 24
 """Bits of `slot * capacity + token` in the source metadata of a pool row."""
 
@@ -37,6 +42,8 @@ RULES = {
     "wgmma_rows": "a tile has the 64 rows of a WGMMA at least (32: dispatch alone)",
     "pingpong_rows": "a pingpong tile has 64 rows",
     "pingpong_columns": "a pingpong tile has 256 columns",
+    "swapped_rows": "a tile of swapped operands has 64 rows at most",
+    "swapped_columns": "a tile of swapped operands has 256 columns",
     "row_split": "128 columns mean that the warpgroups split rows: 128 of them",
     "wave_divides_experts": "experts_per_wave divides the local experts",
     "lag_one_wave": "order lag has one wave of all local experts",
@@ -84,6 +91,8 @@ class Schedule:
     Attributes:
         math_mode: `cooperative`: the two math warpgroups share a tile. `pingpong`: each has its
             own, so that one finishes a tile while the other multiplies (block_m 64, block_n 256).
+            `swapped`: they share a tile, but its weights are the M operand of WGMMA and its rows
+            the N operand, in steps of 16: for few rows an expert (block_m 64, block_n 256).
         block_m: rows of a pool block and of a tile, 64 or 128; 32 for the dispatch phase alone.
         linear1_block_n, linear2_block_n: weight rows that one K loop of the phase multiplies.
             Cooperative warpgroups split the rows of a tile of 128, the columns of one of 64. With
@@ -106,7 +115,7 @@ class Schedule:
         prefetch: K blocks of a block's first weight tile sent to L2 while tokens are routed.
     """
 
-    math_mode: Literal["cooperative", "pingpong"] = "cooperative"
+    math_mode: Literal["cooperative", "pingpong", "swapped"] = "cooperative"
     block_m: int = 128
     linear1_block_n: int = 256
     linear2_block_n: int = 256
@@ -154,7 +163,7 @@ class Schedule:
     def name(self) -> str:
         """A short name, unique among schedules: the key of a candidate in the tables."""
         walk = f"w{self.experts_per_wave}" if self.order == "wave" else f"lag{self.lag}"
-        mode = "pp-" if self.pingpong else ""
+        mode = NAME_PREFIXES.get(self.math_mode, "")
         return (
             f"{mode}m{self.block_m}-n{self.linear1_block_n}.{self.linear2_block_n}-s{self.stages}-{walk}"
             f"-d{self.dispatch_warps}l{self.load_warps}"
@@ -183,6 +192,11 @@ class Schedule:
     def pingpong(self) -> bool:
         """Whether each math warpgroup computes its own tile."""
         return self.math_mode == "pingpong"
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the weights are the M operand of the products, so that N follows the rows."""
+        return self.math_mode == "swapped"
 
     @property
     def tile_warps(self) -> int:
@@ -216,6 +230,19 @@ class Schedule:
     def task_slots(self) -> int:
         """Tiles on their way from the load warps to the math warpgroups (device/tasks.py)."""
         return self.stages + 6
+
+    def tile_rows(self, linear: int) -> tuple[int, ...]:
+        """Rows of A that a tile of linear1 or linear2 (`linear` is 1 or 2) may have; a block is
+        multiplied as a tile of the fewest that hold it.
+
+        A block of 128 rows that holds at most 64 is multiplied as one of 64, whose columns the
+        warpgroups split, where a tile has 256 columns. With swapped operands the rows of a tile
+        follow those that its block holds.
+        """
+        if self.swapped:
+            return tuple(range(ROW_STEP, self.block_m + 1, ROW_STEP))
+        block_n = self.linear1_block_n if linear == 1 else self.linear2_block_n
+        return (64, 128) if self.block_m == 128 and block_n == 256 else (self.block_m,)
 
     def linear1_tiles(self, problem: Problem) -> int:
         """Linear1 tiles of a pool block: each writes 128 intermediate columns."""
@@ -291,7 +318,7 @@ class Schedule:
 
     def _field_violations(self) -> Violations:
         choices: dict[str, tuple[Any, ...]] = {
-            "math_mode": ("cooperative", "pingpong"),
+            "math_mode": ("cooperative", "pingpong", "swapped"),
             "block_m": (32, 64, 128),
             "linear1_block_n": (128, 256),
             "linear2_block_n": (128, 256),
@@ -354,6 +381,12 @@ class Schedule:
                 f"block_m={self.block_m} is below the 64 rows of a WGMMA tile: only the "
                 f"stand-alone phase 'dispatch' runs it, not {phase!r}",
             )
+        if self.swapped and self.block_m == 128:
+            out.add(
+                "swapped_rows",
+                f"math_mode={self.math_mode!r} keeps the scales of all rows of a tile in registers "
+                f"and needs block_m=64, found block_m={self.block_m}",
+            )
         if self.pingpong and self.block_m == 128:
             out.add(
                 "pingpong_rows",
@@ -367,6 +400,12 @@ class Schedule:
                         "pingpong_columns",
                         f"{linear}_block_n=128 splits rows between the warpgroups; with math_mode="
                         f"'pingpong' each computes 64 x 256: use {linear}_block_n=256",
+                    )
+                elif self.swapped:
+                    out.add(
+                        "swapped_columns",
+                        f"{linear}_block_n=128 leaves a warpgroup without weights; with math_mode="
+                        f"'swapped' each takes 128 rows of them: use {linear}_block_n=256",
                     )
                 elif self.block_m == 64:
                     out.add(
@@ -460,13 +499,13 @@ def default_schedule(
         few = num_tokens < cooperative_threshold
         suits = wide and (recipe or Recipe()).scales_per_k_block == 1
         math_mode = "pingpong" if few and suits else "cooperative"
-    pingpong = math_mode == "pingpong"
-    block_m = 64 if pingpong or (rows <= 64 and wide) else 128
+    one_shape = math_mode in ("pingpong", "swapped")
+    block_m = 64 if one_shape or (rows <= 64 and wide) else 128
     return Schedule(
         math_mode=math_mode,  # type: ignore[arg-type]
         block_m=block_m,
-        linear1_block_n=256 if wide or pingpong else 128,
-        linear2_block_n=256 if wide or pingpong else 128,
+        linear1_block_n=256 if wide or one_shape else 128,
+        linear2_block_n=256 if wide or one_shape else 128,
         stages=max(2, min(4, shortest)),
         experts_per_wave=problem.num_local_experts,
     )

@@ -30,11 +30,13 @@ def buffers(schedule: Schedule, problem: Problem, recipe: Recipe, few: bool) -> 
         "ring_b": s.stages * s.max_block_n * SCALE_BLOCK,
         "ring_a_sf": s.stages * scales * s.block_m * 4,
         "staging": STAGING_BYTES,
-        "amax": 2 * 2 * 64 * 4,
+        "amax": 2 * (s.tile_warps * s.block_m if s.swapped else 2 * 64) * 4,
         "scales": 2 * scales * s.block_m * 4,
         "tables": 4 * tables,
         "barriers": 8 * (2 * s.stages + s.row_slots + s.task_slots),
     }
+    if s.swapped:
+        sizes["inverse"] = 2 * s.block_m * 4
     return {name: whole_kib(size) for name, size in sizes.items()}
 
 

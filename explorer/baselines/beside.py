@@ -21,7 +21,7 @@ from tl_megamoe import frozen
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import Schedule, default_schedule
+from tl_megamoe.schedule import NAME_PREFIXES, Schedule, default_schedule
 from tl_megamoe.synthetic import routing_name
 
 from ..farm import NOT_BUILT, BuildResult, Farm, kernel_digest, package_version
@@ -33,7 +33,7 @@ from .base import Baseline
 from .unfused import Unfused, unfused_specs
 
 NAME = re.compile(
-    r"(?P<pingpong>pp-)?m(?P<block_m>\d+)-n(?P<linear1_block_n>\d+)\.(?P<linear2_block_n>\d+)"
+    r"(?P<math_mode>pp-|sw-)?m(?P<block_m>\d+)-n(?P<linear1_block_n>\d+)\.(?P<linear2_block_n>\d+)"
     r"-s(?P<stages>\d+)-(?:w(?P<experts_per_wave>\d+)|lag(?P<lag>\d+))"
     r"-d(?P<dispatch_warps>\d+)l(?P<load_warps>\d+)"
     r"-r(?P<load_registers>\d+)\.(?P<math_registers>\d+)-f(?P<rows_in_flight>\d+)"
@@ -142,9 +142,10 @@ def schedule_of(problem: Problem, name: str) -> Schedule:
     values: dict[str, Any] = {
         key: int(text)
         for key, text in found.groupdict().items()
-        if text is not None and key != "pingpong"
+        if text is not None and key != "math_mode"
     }
-    values["math_mode"] = "pingpong" if found["pingpong"] else "cooperative"
+    modes = {prefix: mode for mode, prefix in NAME_PREFIXES.items()}
+    values["math_mode"] = modes.get(found["math_mode"], "cooperative")
     if "lag" in values:
         values |= {"order": "lag", "experts_per_wave": problem.num_local_experts}
     return Schedule(**values)

@@ -40,11 +40,13 @@ RAW = 64
 """Values a thread holds of a 64 x 128 product."""
 
 
-def _operands(n: int) -> str:
+def operand_names(n: int) -> str:
+    """%0 .. of `n` operands of an assembly."""
     return ", ".join(f"%{i}" for i in range(n))
 
 
-def _in_out(name: str, n: int) -> str:
+def in_out(name: str, n: int) -> str:
+    """The constraints of `n` values that an assembly reads and writes."""
     return ", ".join(f'"+f"({name}[{i}])' for i in range(n))
 
 
@@ -64,10 +66,10 @@ TLMM_DEV void tlmm_wgmma(float* raw, unsigned a, unsigned b) {
   unsigned long long db = (unsigned long long)TLMM_ROWS_128B << 32 | b;
   asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"""
-    + _operands(RAW)
+    + operand_names(RAW)
     + r"""}, %64, %65, p, 1, 1;}"
     : """
-    + _in_out("raw", RAW)
+    + in_out("raw", RAW)
     + r""" : "l"(da), "l"(db), "n"(ADD)); }
 // raw = COUNT WGMMAs from the FIRST on of the 4 of a K block. A lies in rows of 128 bytes, or as two blocks of 64
 // rows of 64 bytes (NARROW).
@@ -95,7 +97,7 @@ TLMM_DEV float tlmm_lane_value(float v, int lane) { return __shfl_sync(0xfffffff
 // The product is in `raw`: named as operands, else the compiler reads them before the wait.
 TLMM_DEV void tlmm_wait_product(float* raw) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : """
-    + _in_out("raw", RAW)
+    + in_out("raw", RAW)
     + r""" :: "memory"); }
 // Largest magnitudes of the two rows a thread holds of 64 columns (PTX ISA: value v of a thread is in row half
 // v / 2 % 2; the 4 lanes of a quad share their rows). fmaxf drops NaN.

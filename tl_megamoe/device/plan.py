@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import tilelang.language as T
+
 from ..layout import Layout, make_layout
 from ..problem import SCALE_BLOCK, Problem
 from ..recipe import Recipe
-from ..schedule import Schedule
+from ..schedule import ROW_STEP, Schedule
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES_BF16 = 2
@@ -118,20 +120,24 @@ class Plan:
         return self.layout.ring_blocks(self.schedule.block_m) if self.ring_wraps else 2**31 - 1
 
     def tile_rows(self, linear: int) -> tuple[int, ...]:
-        """Rows of A that a tile of linear1 or linear2 (`linear` is 1 or 2) may have.
+        """`Schedule.tile_rows`."""
+        return self.schedule.tile_rows(linear)
 
-        A block of 128 rows that holds at most 64 is multiplied as one of 64, whose columns the
-        warpgroups split, where a tile has 256 columns.
-        """
-        s = self.schedule
-        block_n = s.linear1_block_n if linear == 1 else s.linear2_block_n
-        return (64, 128) if s.block_m == 128 and block_n == 256 else (s.block_m,)
+    def padded_rows(self, valid: Any) -> Any:
+        """Rows that a tile of swapped operands loads, of a block with `valid` rows, which counts
+        those of the expert's later blocks too."""
+        return T.min((valid + ROW_STEP - 1) // ROW_STEP * ROW_STEP, self.schedule.block_m)
 
     def takes(self, linear: int, rows: int, valid: Any) -> Any:
-        """Whether a block with `valid` rows is multiplied as a tile of `rows` rows."""
-        if len(self.tile_rows(linear)) == 1:
+        """Whether a block with `valid` rows (or more than it holds) is multiplied as a tile of
+        `rows` rows: the fewest of `tile_rows` that hold them."""
+        sizes = self.tile_rows(linear)
+        if len(sizes) == 1:
             return True
-        return valid <= 64 if rows == 64 else valid > 64
+        if rows == sizes[0]:
+            return valid <= rows
+        fewer = sizes[sizes.index(rows) - 1]
+        return valid > fewer if rows == sizes[-1] else (valid > fewer) & (valid <= rows)
 
     def valid_rows(self, shared: Any, block: Any, expert: Any) -> Any:
         """Rows of a traced pool block that its expert received."""

@@ -180,7 +180,7 @@ class Operands:
         self.full = T.alloc_var("int32")
         self.a_at = T.alloc_var("uint32")
         self.b_at = T.alloc_var("uint32")
-        self.row_sf = T.alloc_local((2 * groups,), "float32")
+        self.row_sf = self.alloc_scales()
         self.left = T.alloc_var("int32")
         self.a_base = T.alloc_var("uint32")
         self.b_base = T.alloc_var("uint32")
@@ -188,11 +188,17 @@ class Operands:
         self.empty_base = T.alloc_var("uint32")
         self.sf_base = T.alloc_var("uint32")
 
+    def alloc_scales(self):
+        return T.alloc_local((2 * self.groups,), "float32")
+
+    def first_scale(self):
+        """Where a thread's scales begin among those of a group."""
+        return thread_row(T.get_thread_binding(), self.a_row)
+
     @T.inline
     def enter(self, cursor):
         """Begin at the cursor's stage, of which nothing is known."""
         ring = self.ring
-        tx = T.get_thread_binding()
         self.full[0] = 0
         cursor.stage[0] = T.call_extern("int32", "tlmm_uniform", cursor.stage[0])
         cursor.parity[0] = T.call_extern("int32", "tlmm_uniform", cursor.parity[0])
@@ -208,7 +214,7 @@ class Operands:
         )
         self.sf_base[0] = T.call_extern(
             "uint32", "tlmm_smem", T.address_of(ring.a_sf[0, 0, 0])
-        ) + T.Cast("uint32", thread_row(tx, self.a_row) * 4)
+        ) + T.Cast("uint32", self.first_scale() * 4)
         self.place(cursor)
 
     @T.inline
@@ -233,8 +239,7 @@ class Operands:
                 self.row_sf[group * 2 + h] = T.call_extern(
                     "float32",
                     "tlmm_load_shared",
-                    _in_stage(self.sf_base, cursor.stage, self.sf_bytes)
-                    + T.uint32(group * self.block_m * 4 + h * 32),
+                    self.scales_at(cursor, group) + T.uint32(h * 32),
                 )
 
     @T.inline
@@ -246,13 +251,24 @@ class Operands:
         self.full[0] = 0
 
     @T.inline
-    def look(self, cursor):
-        """See whether the stage is full, without waiting, and if so read its scales."""
+    def test(self, cursor):
+        """See whether the stage is full, without waiting."""
         self.full[0] = T.call_extern(
             "int32", "tlmm_is_full", _in_stage(self.full_base, cursor.stage, 8), cursor.parity[0]
         )
+
+    @T.inline
+    def look(self, cursor):
+        """See whether the stage is full, without waiting, and if so read its scales."""
+        self.test(cursor)
         if self.full[0] == 1:
             self.read_scales(cursor)
+
+    def scales_at(self, cursor, group: int):
+        """Address of a thread's scales in the stage."""
+        return _in_stage(self.sf_base, cursor.stage, self.sf_bytes) + T.uint32(
+            group * self.block_m * 4
+        )
 
     @T.inline
     def release(self):
@@ -368,7 +384,9 @@ class Shared:
     Attributes:
         staging: 8 KiB a math warpgroup: codes of a linear1 tile, then rows of a linear2 tile;
             before all tiles, what few routes are counted in (dispatch.py).
-        amax: row maxima that the math warpgroups exchange, of a tile of 64 rows.
+        amax: row maxima that the math warpgroups exchange, of a tile of 64 rows; of swapped
+            operands by warp.
+        inverse: of swapped operands, by warpgroup, what the rows of a tile are multiplied by.
         scales: of a linear1 tile, by warpgroup, on their way to memory.
 
     table          entries               holds
@@ -385,7 +403,11 @@ class Shared:
         local = problem.num_local_experts
         self.ring = Ring(plan)
         self.staging = T.alloc_shared((128, 64), "bfloat16")
-        self.amax = alloc_kib((2, 2, 64), "float32")
+        if s.swapped:
+            self.amax = alloc_kib((2, s.tile_warps, s.block_m), "float32")
+            self.inverse = alloc_kib((2, s.block_m), "float32")
+        else:
+            self.amax = alloc_kib((2, 2, 64), "float32")
         self.scales = alloc_kib((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.rows = alloc_kib((s.row_slots * plan.row_chunk,), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)

@@ -90,10 +90,8 @@ class Rows:
 
 
 @T.macro
-def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
-    """Fill the ring with the K blocks of one tile. Role: load."""
-    s = plan.schedule
-    passes = 256 // s.linear1_block_n
+def wait_for_rows(plan: Plan, p: Params, ahead, block, tile):
+    """Wait until the tile's rows may be loaded, if this warp loads them."""
     if ahead.loads_rows:
         ahead.wait_for_rows(
             "l1_arrival_count", plan.l1_arrival_target, barriers.TAG_TOKENS, block, tile
@@ -112,6 +110,14 @@ def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, ti
                 )
         T.sync_warp()
         trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
+
+
+@T.macro
+def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
+    """Fill the ring with the K blocks of one tile. Role: load."""
+    s = plan.schedule
+    passes = 256 // s.linear1_block_n
+    wait_for_rows(plan, p, ahead, block, tile)
     for rows in plan.tile_rows(1):
         if plan.takes(1, rows, ahead.rows[0]):
             for half in T.serial(passes):
@@ -247,7 +253,7 @@ def _row_maximum(shared: Shared, recipe: Recipe, exchange: bool, amax, q: int, o
     return T.max(amax[q][h], shared.amax[turn, wg, row + 8 * h])
 
 
-def _stored(recipe: Recipe, sf, weight):
+def stored_scale(recipe: Recipe, sf, weight):
     """The scale that linear2 multiplies by."""
     return sf * weight if recipe.folds_topk_weight else sf
 
@@ -303,8 +309,8 @@ def _finish_units(plan: Plan, p: Params, shared, acc, wg, at, turn, weights, sha
             )
             if q < num_writers:
                 if writes:
-                    shared.scales[wg, share.half[q] % scales, share.a_row + row + 8 * h] = _stored(
-                        recipe, sf, weights.values[h]
+                    shared.scales[wg, share.half[q] % scales, share.a_row + row + 8 * h] = (
+                        stored_scale(recipe, sf, weights.values[h])
                     )
             sf = device_inverse(sf, recipe, plan.fast_math)
             for v in T.unroll(RAW // 4):

@@ -92,13 +92,19 @@ class Rows:
 
 
 @T.macro
-def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
-    """Fill the ring with the K blocks of one tile. Role: load."""
-    s = plan.schedule
+def wait_for_rows(plan: Plan, p: Params, ahead, block, tile):
+    """Wait until the tile's rows may be loaded, if this warp loads them."""
     if ahead.loads_rows:
         ahead.wait_for_rows("l2_arrival", plan.l2_arrival_target, barriers.TAG_LINEAR1, block, tile)
         T.sync_warp()
         trace.mark_tile(plan, p, trace.ARRIVAL, 2, block, tile)
+
+
+@T.macro
+def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
+    """Fill the ring with the K blocks of one tile. Role: load."""
+    s = plan.schedule
+    wait_for_rows(plan, p, ahead, block, tile)
     for rows in plan.tile_rows(2):
         if plan.takes(2, rows, ahead.rows[0]):
             fill(
@@ -149,11 +155,17 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
                 (expert, scale_rows, tuple((q, q) for q in share.units)),
                 targets,
             )
+    report_read(plan, p, wg, block)
+    return targets
+
+
+@T.macro
+def report_read(plan: Plan, p: Params, wg, block):
+    """The tile's intermediate rows have been read."""
     if plan.ring_wraps:
         # Any math thread behind the K loop: the tile's TMA reads are complete.
-        if T.get_thread_binding() == (128 + wg * 128 if s.pingpong else 128):
+        if T.get_thread_binding() == (128 + wg * 128 if plan.schedule.pingpong else 128):
             barriers.add_release(p.workspace, plan.counter("l2_done") + block, 1)
-    return targets
 
 
 @T.macro
