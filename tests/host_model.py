@@ -200,10 +200,10 @@ class World:
         for phase in (1, 2):
             for number in range(block.first_block[-1]):
                 rows = min(block.rows_of(Task(phase, number, 0)), s.block_m)
+                low = s.block_m == 128 and widths[phase - 1] == 256 and rows <= 64
                 if s.swapped:
                     rows += -rows % 16
                 else:
-                    low = s.block_m == 128 and widths[phase - 1] == 256 and rows <= 64
                     rows = 64 if low else s.block_m
                 wanted = block.k_blocks(Task(phase, number, 0)) * rows
                 found = rank.rows_read[phase, number]
