@@ -43,6 +43,7 @@ KERNEL_SOURCES = (
     "phases/__init__.py",
     "phases/combine.py",
     "phases/dispatch.py",
+    "phases/gather.py",
     "phases/linear1.py",
     "phases/linear1_swapped.py",
     "phases/linear2.py",

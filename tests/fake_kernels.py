@@ -84,9 +84,12 @@ class FakeKernel:
         pool, block_m = received.pool, self.spec.schedule.block_m
         first = first_blocks(pool.counts, block_m)
         metadata, start = received.metadata(b.capacity).int(), 0
+        gathered = self.spec.schedule.gathers(
+            self.layer.problem, self.layer.inputs[b.rank].num_tokens, b.recipe
+        )
         for expert, count in enumerate(pool.counts):
             for n in range(count):  # in turn, so that the last block at a place stays
-                source = start + count - 1 - n
+                source = start + (n if gathered else count - 1 - n)
                 place = torch.tensor([first[expert] * block_m + n])
                 row = ring_rows(b, place, block_m)
                 b.l1_acts.view(torch.uint8)[row] = pool.x.view(torch.uint8)[source]

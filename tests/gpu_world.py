@@ -120,10 +120,15 @@ class World(Layer):
                         reasons[rank] = f"{name}: {found}"
             for rank, buffer in self.ranks.buffers.items():
                 found = "" if counters_are_zero(buffer) else "counters are not zero"
-                if pools and not found:
+                if pools and not found and not self.gathers(schedule):
                     found = pool_found(self, rank, schedule.block_m, in_order=True).reason
                 reasons[rank] = reasons[rank] or (found and f"{name}: {found}")
         self.agree(reasons)
+
+    def gathers(self, schedule: Schedule) -> bool:
+        """Whether a launch leaves no rows of `x` in the pool."""
+        most = max(inputs.num_tokens for inputs in self.inputs)
+        return schedule.gathers(self.problem, most, self.recipe)
 
     def _judge(self, rank: int, y: torch.Tensor, clamp: float | None, fast_math: bool) -> str:
         first = self._first.setdefault((clamp, fast_math), {})

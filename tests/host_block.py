@@ -191,6 +191,8 @@ class Block:
         plan, rank = self.plan, self.rank
         problem, s, ring = plan.problem, plan.schedule, plan.ring_blocks
         yield self.wait_known()
+        if self.gathers:
+            return
         first_row = [0, *accumulate(self.total)]
         chunks, lanes = plan.chunks_per_row, s.rows_in_flight
         expert = 0
@@ -263,7 +265,9 @@ class Block:
         while (task := ahead.task) is not None:
             block, num_rows = task.block, self.tile_rows(task, ahead.rows)
             if ahead.loads_rows:
-                if not ahead.ready and (
+                if self.gathers and task.phase == 1:
+                    pass  # from the tokens, which are there
+                elif not ahead.ready and (
                     rules.token_wait if task.phase == 1 else rules.linear1_wait
                 ):
                     yield self.wait_for_rows(task)
@@ -293,9 +297,26 @@ class Block:
     def is_full(self, step: int) -> bool:
         return min(len(self.rows_loaded), len(self.weights_loaded)) > step
 
+    @property
+    def gathers(self) -> bool:
+        """Whether linear1 loads its rows from their tokens (phases/gather.py)."""
+        return self.plan.gathers and bool(self.entries)
+
+    def route_of(self, task: Task, row: int) -> int:
+        """The route of a row of a tile, where rows are gathered."""
+        expert = expert_of(self.first_block, task.block)
+        within = (task.block - self.first_block[expert]) * self.plan.schedule.block_m + row
+        found, route = self.entries[sum(self.total[:expert]) + within]
+        check(found == expert, "an entry of another expert is read")
+        return route
+
     def _rows(self, task: Task, k: int, num_rows: int) -> Iterator[Row]:
         """Valid rows among a tile's first `num_rows` in K block k, checked."""
         plan, rank = self.plan, self.rank
+        if task.phase == 1 and self.gathers:
+            for row in range(min(self.rows_of(task), num_rows)):
+                yield rank.rank, self.route_of(task, row) // plan.problem.num_topk
+            return
         first_pool, first = task.block * plan.schedule.block_m, plan.ring_row(task.block)
         for row in range(min(self.rows_of(task), num_rows)):
             if task.phase == 1:
@@ -435,7 +456,11 @@ class Block:
         expert, columns = self._expert(task.block), s.linear2_block_n // 128
         for half, rows in units:
             for row in rows[: max(0, len(sources) - rows.start)]:
-                word = rank.metadata[task.block * s.block_m + row]
+                if self.gathers:
+                    token, slot = divmod(self.route_of(task, row), self.plan.problem.num_topk)
+                    word = slot * self.plan.layout.capacity + token
+                else:
+                    word = rank.metadata[task.block * s.block_m + row]
                 peer = self.world.ranks[word >> COUNTER_BITS]
                 check(peer.launch == rank.launch, "rows go to a rank that is in another launch")
                 at = word & (1 << COUNTER_BITS) - 1, task.tile * columns + half
@@ -459,7 +484,7 @@ class Block:
                     check(found == wanted, f"slot {slot} of token {token}: {found}, not {wanted}")
         yield None
         targets = {
-            "l1_arrival_count": plan.l1_arrival_target,
+            "l1_arrival_count": 0 if self.gathers else plan.l1_arrival_target,
             "l2_arrival": plan.l2_arrival_target,
             "l2_done": plan.l2_done_target if plan.ring_wraps else 0,
         }

@@ -39,7 +39,7 @@ def worker(tokens: int) -> TraceWorker:
 
 CASES = [
     *((name, TOKENS) for name in TRACED),
-    *((name, FEW_TOKENS) for name in ("default", "pingpong1")),
+    *((name, FEW_TOKENS) for name in ("default", "pingpong1", "swapped")),
 ]
 
 

@@ -37,6 +37,7 @@ from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
 from .phases import combine, dispatch, linear1, linear1_swapped, linear2, linear2_swapped
 from .phases.dispatch import DISPATCH_CUDA
+from .phases.gather import GATHER_CUDA
 from .phases.linear1 import LINEAR1_CUDA
 from .scaling import SCALING_CUDA
 
@@ -56,7 +57,7 @@ DEVICE_CUDA = (
 
 def device_cuda(fast_math: bool, swapped: bool = False) -> str:
     """The text of the helpers. A promotion flushes subnormal numbers where nvcc's own code does."""
-    text = DEVICE_CUDA + SWAPPED_CUDA if swapped else DEVICE_CUDA
+    text = DEVICE_CUDA + SWAPPED_CUDA + GATHER_CUDA if swapped else DEVICE_CUDA
     if fast_math:
         return text + (SWAPPED_SWIGLU_CUDA if swapped else LINEAR1_CUDA)
     return text.replace("rn.ftz.f32", "rn.f32")
@@ -279,8 +280,12 @@ def build_program(plan: Plan):
                         trace.mark(plan, p, trace.COUNTS)
                     barriers.sync(barriers.BLOCK, s.threads)
                     trace.mark(plan, p, trace.START)
-                    if plan.runs("dispatch"):
-                        dispatch.pull_rows(plan, p, shared, grid_block)
+                    if plan.gathers:
+                        if not plan.is_few(p):
+                            dispatch.pull_rows(plan, p, shared, grid_block)
+                    else:
+                        if plan.runs("dispatch"):
+                            dispatch.pull_rows(plan, p, shared, grid_block)
                     if plan.phase == "dispatch":
                         barriers.sync(barriers.BLOCK, s.threads)
                 else:

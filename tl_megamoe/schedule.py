@@ -273,6 +273,12 @@ class Schedule:
             return False
         return shared_memory.has_room_for_few(self, problem, recipe or Recipe())
 
+    def gathers(self, problem: Problem, num_tokens: int, recipe: Recipe | None = None) -> bool:
+        """Whether a fused launch loads linear1's rows from their tokens, not through the pool
+        (phases/gather.py): with swapped operands, where it has few routes."""
+        few = num_tokens * problem.num_topk <= self.threads
+        return few and self.swapped and self.counts_few(problem, recipe)
+
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""
         rows = shared_memory.whole_kib(self.row_slots * self.row_chunk(problem, recipe))

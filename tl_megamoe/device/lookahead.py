@@ -151,10 +151,17 @@ class Lookahead:
         """Before K block `k` of a tile's weights. The ring is filled for the first time while
         tokens come, by a chain of small accesses, each of which would queue in memory behind the
         weights that all blocks ask for: so they ask for one stage after the other. Not the warp
-        that loads rows too, which has waited for the tokens."""
+        that loads rows too, which has waited for the tokens, and not where rows are gathered, which
+        is one access."""
         if self.publishes and not self.loads_rows and self.plan.fused:
-            if (self.is_first[0] == 1) & (k > 0) & (k < self.plan.schedule.stages):
+            if self.holds_back(k):
                 T.call_extern("handle", "tlmm_pause", START_CLOCKS)
+
+    def holds_back(self, k):
+        """Whether K block `k` is one of those, traced."""
+        plan = self.plan
+        held = (self.is_first[0] == 1) & (k > 0) & (k < plan.schedule.stages)
+        return held & ~plan.is_few(self.p) if plan.gathers else held
 
     @T.inline
     def halfway(self, k, num_k):

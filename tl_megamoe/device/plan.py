@@ -105,6 +105,12 @@ class Plan:
             fits and self.runs("dispatch") and self.schedule.counts_few(self.problem, self.recipe)
         )
 
+    @property
+    def gathers(self) -> bool:
+        """Whether launches with few routes load the rows of linear1 from their tokens
+        (phases/gather.py)."""
+        return self.fused and self.counts_few and self.schedule.swapped
+
     def is_few(self, p: Any) -> Any:
         """Whether a launch has at most a route a thread; traced, where `counts_few`."""
         return p.num_tokens * self.problem.num_topk <= self.schedule.threads

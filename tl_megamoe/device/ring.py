@@ -316,7 +316,8 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
         cursor: this warp's place in the ring.
         ahead: the warp's `Lookahead`: what it loads, and what it does halfway.
         acts: its `start(ring, cursor, row, num_rows, k)` starts the copies of the rows.
-        acts_sf: their scales (K/128 x scales of a K block, rows) float32.
+        acts_sf: their scales (K/128 x scales of a K block, rows) float32; None where `acts` brings
+            them.
         rows: (first row of the tile in memory, number of rows, scales of a K block).
         weights: pre-tiled (experts, N/128, K/128, 128, 128) e4m3.
         at: (expert, first block of 128 weight rows, number of such blocks).
@@ -332,16 +333,17 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
         ring.acquire(cursor)
         if with_a:
             acts.start(ring, cursor, row, num_rows, k)
-            if T.shuffle_elect(32):
-                expect(ring, cursor, scales * num_rows * 4, False)
-                for group in tuple(range(scales)):
-                    copy(
-                        ring,
-                        cursor,
-                        ring.a_sf[cursor.stage[0], group, 0],
-                        acts_sf[k * scales + group, row],
-                        num_rows * 4,
-                    )
+            if acts_sf is not None:
+                if T.shuffle_elect(32):
+                    expect(ring, cursor, scales * num_rows * 4, False)
+                    for group in tuple(range(scales)):
+                        copy(
+                            ring,
+                            cursor,
+                            ring.a_sf[cursor.stage[0], group, 0],
+                            acts_sf[k * scales + group, row],
+                            num_rows * 4,
+                        )
         if with_b:
             if T.shuffle_elect(32):
                 expect(ring, cursor, num_blocks * BLOCK_K * BLOCK_K, not with_a)

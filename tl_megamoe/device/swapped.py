@@ -21,6 +21,7 @@ import tilelang.language as T
 from ..schedule import ROW_STEP
 from .matmul import in_out, operand_names
 from .plan import Plan
+from .report import fence_shared
 from .ring import Operands
 
 MAX_ROWS = 64
@@ -280,7 +281,7 @@ def end_block():
 
 
 @T.macro
-def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, beside):
+def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, beside, gathered):
     """Multiply one tile's K blocks and promote them. Role: math (128 threads).
 
     Args:
@@ -289,6 +290,8 @@ def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, bes
         wg: the warpgroup, which multiplies the 128-row block of weights of that number.
         rows: of the tile, a Python int.
         at: (expert, (scale row of unit 0, that of unit 1) or one for both).
+        gathered: None, or whether this launch's rows come by cp.async, whose writes WGMMA sees
+            behind a fence.
     """
     expert, sf_rows = at
     num_blocks, groups, narrow = num_k
@@ -319,6 +322,9 @@ def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, bes
         if operands.full[0] == 0:
             operands.wait(cursor)
             operands.read_scales(cursor)
+        if gathered is not None:
+            if gathered:
+                fence_shared()
         a_at = operands.a_at[0]
         b_at = operands.b_at[0] + T.Cast("uint32", wg * 1024)
         for u, group in products:

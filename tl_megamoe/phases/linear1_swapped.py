@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..device import barriers
+from ..device import barriers, trace
 from ..device.matmul import thread_here
 from ..device.plan import Params, Plan
 from ..device.report import Report, fence_shared, store_bulk
@@ -35,6 +35,7 @@ from ..device.swapped import (
 )
 from ..scaling import device_e4m3_scale, device_inverse
 from ..schedule import BLOCK_K, ROW_STEP
+from .gather import TokenRows, route_of
 from .linear1 import stored_scale, wait_for_rows
 
 
@@ -62,13 +63,28 @@ class Rows:
 @T.macro
 def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
     """Fill the ring with the K blocks of one tile. Role: load."""
-    wait_for_rows(plan, p, ahead, block, tile)
+    if plan.gathers:
+        if plan.is_few(p):
+            if ahead.loads_rows:
+                trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
+            rows = TokenRows(plan, p, shared, block, ahead.expert[0], ahead.rows[0])
+            _fill(plan, p, shared, cursor, ahead, rows, None, block, tile)
+        else:
+            wait_for_rows(plan, p, ahead, block, tile)
+            _fill(plan, p, shared, cursor, ahead, Rows(p.l1_acts), p.l1_acts_sf, block, tile)
+    else:
+        wait_for_rows(plan, p, ahead, block, tile)
+        _fill(plan, p, shared, cursor, ahead, Rows(p.l1_acts), p.l1_acts_sf, block, tile)
+
+
+@T.macro
+def _fill(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, acts, acts_sf, block, tile):
     fill(
         shared.ring,
         cursor,
         ahead,
-        Rows(p.l1_acts),
-        p.l1_acts_sf,
+        acts,
+        acts_sf,
         (plan.ring_row(block), plan.padded_rows(ahead.rows[0]), 1),
         p.w1,
         (ahead.expert[0], tile * 2, 2),
@@ -83,29 +99,45 @@ class RowWeight:
     a product: it is there then.
 
     Attributes:
-        value: the weight; of a thread without a row, that of the block's last.
+        value: the weight; of a thread without a row, that of another.
     """
 
-    def __init__(self, plan: Plan, p: Params, report: Report, block):
+    def __init__(self, plan: Plan, p: Params, shared: Shared, report: Report, at):
+        self.plan = plan
         self.p = p
+        self.shared = shared
         self.report = report
-        self.first = block * plan.schedule.block_m
-        self.last = plan.schedule.block_m - 1
+        self.at = at
         self.value = T.alloc_var("float32", init=0.0)
 
     @T.inline
     def under_product(self):
+        plan, p = self.plan, self.p
         self.report.pay_deferred()
-        self.value[0] = barriers.load_f32(
-            self.p.l1_topk_weights, self.first + T.min(thread_here() % 128, self.last)
-        )
+        if plan.gathers:
+            if plan.is_few(p):
+                self.value[0] = T.call_extern(
+                    "float32",
+                    "tlmm_load_at",
+                    p.peers[0] + plan.offset("topk_weights"),
+                    route_of(plan, self.shared, self.at, thread_here() % 128),
+                )
+            else:
+                self.value[0] = self.in_pool()
+        else:
+            self.value[0] = self.in_pool()
+
+    def in_pool(self):
+        block_m = self.plan.schedule.block_m
+        row = self.at[0] * block_m + T.min(thread_here() % 128, block_m - 1)
+        return barriers.load_f32(self.p.l1_topk_weights, row)
 
 
 @T.macro
 def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at, report: Report):
     """The K loop of one tile: gate in unit 0, up in unit 1; returns its `RowWeight`. Role: math."""
-    block, tile, expert, valid = at
-    weight = RowWeight(plan, p, report, block)
+    _, tile, expert, valid = at
+    weight = RowWeight(plan, p, shared, report, at)
     report.pay_if_empty(shared.ring, cursor)
     for rows in plan.tile_rows(1):
         if plan.takes(1, rows, valid):
@@ -120,6 +152,7 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
                 p.w1_sf,
                 (expert, (tile, plan.groups2 + tile)),
                 weight,
+                plan.is_few(p) if plan.gathers else None,
             )
     return weight
 

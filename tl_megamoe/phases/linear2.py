@@ -37,6 +37,15 @@ from ..device.ring import Cursor, Shared, copy, expect, fill
 from ..schedule import BLOCK_K, COUNTER_BITS
 
 
+def combine_row(plan: Plan, base, row):
+    """Address of a row of combine_acts, `slot * capacity + token`, in the buffer at `base`."""
+    return (
+        base
+        + plan.offset("combine_acts")
+        + T.Cast("int64", row) * (plan.problem.hidden * ITEM_BYTES_BF16)
+    )
+
+
 @T.meta_class
 class Targets:
     """Where the rows of a tile go, fetched under a product: lane l of a warp holds the
@@ -58,11 +67,8 @@ class Targets:
             T.Cast("int32", T.Cast("uint32", source) >> T.uint32(COUNTER_BITS)),
             self.plan.problem.num_ranks - 1,
         )
-        self.address[0] = (
-            self.p.peers[rank]
-            + self.plan.offset("combine_acts")
-            + T.Cast("int64", source & ((1 << COUNTER_BITS) - 1))
-            * (self.plan.problem.hidden * ITEM_BYTES_BF16)
+        self.address[0] = combine_row(
+            self.plan, self.p.peers[rank], source & ((1 << COUNTER_BITS) - 1)
         )
 
     def of(self, lane):

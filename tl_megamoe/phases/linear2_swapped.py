@@ -23,7 +23,8 @@ from ..device.report import Report
 from ..device.ring import Cursor, Shared, copy, expect, fill
 from ..device.swapped import UNITS, stage_outputs, store_outputs, swapped_k_loop
 from ..schedule import BLOCK_K
-from .linear2 import Targets, report_read, wait_for_rows
+from .gather import route_of
+from .linear2 import Targets, combine_row, report_read, wait_for_rows
 
 
 @T.meta_class
@@ -70,6 +71,40 @@ def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, ti
     )
 
 
+@T.meta_class
+class RowTargets:
+    """`Targets` of a row of the tile, by its route where rows are gathered."""
+
+    def __init__(self, plan: Plan, p: Params, shared: Shared, report: Report, at, row):
+        self.plan = plan
+        self.p = p
+        self.shared = shared
+        self.at = at
+        self.row = row
+        self.pool = Targets(plan, p, report, at[0] * plan.schedule.block_m + row)
+        self.address = self.pool.address
+
+    @T.inline
+    def under_product(self):
+        plan, p = self.plan, self.p
+        if plan.gathers:
+            if plan.is_few(p):
+                self.pool.report.pay_deferred()
+                route = route_of(plan, self.shared, self.at, self.row)
+                topk = plan.problem.num_topk
+                self.address[0] = combine_row(
+                    plan, p.peers[0], route % topk * plan.layout.capacity + route // topk
+                )
+            else:
+                self.pool.under_product()
+        else:
+            self.pool.under_product()
+
+    def of(self, lane):
+        """The address that a lane holds."""
+        return self.pool.of(lane)
+
+
 @T.macro
 def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at, report: Report):
     """The K loop of one tile; returns where its rows go. Role: math.
@@ -81,7 +116,7 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
     thread = T.alloc_var("int32")
     thread = thread_here()
     row = thread % 16 // 4 * 16 + thread % 128 // 32 * 4 + thread % 4
-    targets = Targets(plan, p, report, block * plan.schedule.block_m + row)
+    targets = RowTargets(plan, p, shared, report, at, row)
     report.pay_if_empty(shared.ring, cursor)
     for rows in plan.tile_rows(2):
         if plan.takes(2, rows, valid):
@@ -96,6 +131,7 @@ def multiply(plan: Plan, p: Params, shared: Shared, cursor: Cursor, acc, wg, at,
                 p.w2_sf,
                 (expert, (tile * 2 + wg,)),
                 targets,
+                None,
             )
     report_read(plan, p, wg, block)
     return targets
