@@ -19,6 +19,7 @@ computed alone, so no result depends on it.
 
 One rank with at most a route a thread (few routes) needs neither lists nor the barrier: every block
 reads and counts all routes, in the same order, and so knows the walk and the source of every row.
+With swapped operands it needs no pool either (gather.py).
 """
 
 from __future__ import annotations
