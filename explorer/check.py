@@ -199,7 +199,7 @@ def add_parser(add: Callable[..., Any], add_problem: Callable[[Any], None]) -> N
         default=str(Recipe()),
         help="recipe that the kernels run (exact-128)",
     )
-    parser.add_argument("--math-mode", choices=MATH_MODES, help="only this one (both)")
+    parser.add_argument("--math-mode", choices=MATH_MODES, help="only this one (all)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, help="seconds a check may take (120)"

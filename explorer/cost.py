@@ -15,9 +15,9 @@ HBM and L2 are the times in which those move the launch's bytes. All three overl
 What it does not see ties: load_warps (measured within 3 % of each other, of either sign) and the
 registers (9 % in one kernel of deepseek-v4-flash, nothing in the next). Nor does it see what two
 kernels of the same tile differ in by their machine code alone, and that a launch that outgrows its
-ring walks by another lag (layout.py). That few routes of one rank are counted without a barrier, a
-few microseconds of the start, it does not see either. It takes lags of 16 and 32 blocks at 4096
-tokens and more for 2 to 6 % faster than they were measured.
+ring walks by another lag (layout.py). That few routes of one rank are counted without a barrier,
+and with swapped operands pulled by nobody, some 5 us of the start each, it does not see either. It
+takes lags of 16 and 32 blocks at 4096 tokens and more for 2 to 6 % faster than they were measured.
 """
 
 from __future__ import annotations

@@ -213,9 +213,8 @@ def report(
 def exchanges_few(schedule: Schedule, config: WorkerConfig, tokens: int) -> bool:
     """Whether the shipped kernel counts these routes in every block and the profiling build does
     not (`Plan.counts_few`)."""
-    routes = tokens * config.problem.num_topk
-    few = schedule.counts_few(config.problem, config.recipe) and routes <= schedule.threads
-    return schedule.pingpong and few
+    few: bool = schedule.is_few(config.problem, tokens)
+    return few and schedule.pingpong and schedule.counts_few(config.problem, config.recipe)
 
 
 def problems_of(trace: Trace, stamped: Stamped) -> list[str]:

@@ -134,5 +134,5 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def shared_seed(request: pytest.FixtureRequest) -> int:
-    """A seed like `seed` that both math modes of a test share, so that their results compare."""
+    """A seed like `seed` that the math modes of a test share, so that their results compare."""
     return seed_from(re.sub("pingpong|cooperative", "mode", request.node.nodeid))

@@ -84,7 +84,7 @@ class FakeKernel:
         pool, block_m = received.pool, self.spec.schedule.block_m
         first = first_blocks(pool.counts, block_m)
         metadata, start = received.metadata(b.capacity).int(), 0
-        gathered = self.spec.schedule.gathers(
+        gathered = self.spec.schedule.launch_gathers(
             self.layer.problem, self.layer.inputs[b.rank].num_tokens, b.recipe
         )
         for expert, count in enumerate(pool.counts):

@@ -162,7 +162,7 @@ def compare_pool(
     token, slot, expert = routes.token[part], routes.slot[part], routes.expert[part]
     place, want = routes.place[part], routes.metadata[part]
     blocks, ring = routes.blocks[rank], buffer.layout.ring_rows // block_m
-    gathered = case.schedule.gathers(case.problem, case.tokens[rank], case.numeric)
+    gathered = case.schedule.launch_gathers(case.problem, case.tokens[rank], case.numeric)
     metadata = want if gathered else buffer.token_src_metadata[place].long()
     within = metadata & ((1 << COUNTER_BITS) - 1)
     by_token = (metadata >> COUNTER_BITS) * buffer.capacity + within % buffer.capacity

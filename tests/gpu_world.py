@@ -128,7 +128,7 @@ class World(Layer):
     def gathers(self, schedule: Schedule) -> bool:
         """Whether a launch leaves no rows of `x` in the pool."""
         most = max(inputs.num_tokens for inputs in self.inputs)
-        return schedule.gathers(self.problem, most, self.recipe)
+        return schedule.launch_gathers(self.problem, most, self.recipe)
 
     def _judge(self, rank: int, y: torch.Tensor, clamp: float | None, fast_math: bool) -> str:
         first = self._first.setdefault((clamp, fast_math), {})

@@ -21,7 +21,7 @@ def random_problem(rng: random.Random, ranks: int) -> Problem:
 
 
 def random_schedule(rng: random.Random, problem: Problem) -> Schedule:
-    """A valid one: both math modes, both splits, both orders."""
+    """A valid one: all math modes, both splits, both orders."""
     local = problem.num_local_experts
     while True:
         lag = rng.choice((0, 0, 1, 2, 3, 50))

@@ -7,7 +7,7 @@ Likewise with --tool racecheck, and with --tool initcheck, which wants no --kern
 what torch's kernels write. Every tensor has an allocation of its own here, so that a write past the
 end of one is seen. Results are compared with the reference, guards with their pattern.
 
-Groups: `variants` (both math modes, block_m 64 and 128, 1 and 2 load warps, few blocks) and
+Groups: `variants` (all math modes, block_m 64 and 128, 1 and 2 load warps, few blocks) and
 `recipes`, in wave and in lag order; `quantize`; `ranks`, two virtual ranks, whose kernels wait for
 each other: a tool that runs one kernel at a time makes them time out. 129 and 300 tokens: blocks
 count the routes alone, and together. After --seconds nothing new

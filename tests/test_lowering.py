@@ -24,7 +24,7 @@ DEFAULTS = [
     pytest.param(FLASH, default_schedule(FLASH, 512, mode), id=f"default-{mode}-{FLASH.num_ranks}")
     for mode in MODES
 ]
-"""What runs on many ranks where no frozen file covers a problem, in both math modes."""
+"""What runs on many ranks where no frozen file covers a problem, in all math modes."""
 
 
 def test_clocks_have_32_bits() -> None:

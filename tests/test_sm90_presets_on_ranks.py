@@ -29,7 +29,7 @@ if real_ranks():
     def test_published_sizes(
         problem: Problem, counts: str, routing: str, mask: float, seed: int
     ) -> None:
-        """Uneven and zero tokens, masks, skew; both math modes give the same bits."""
+        """Uneven and zero tokens, masks, skew; all math modes give the same bits."""
         w = world(problem, PRESETS_ON_RANKS_CAPACITY)
         w.fill([COUNTS[counts][r % 2] for r in range(real_ranks())], seed, routing, mask)
         w.check({m: default_schedule(problem, 64, m) for m in MODES})

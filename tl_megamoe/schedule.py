@@ -23,6 +23,9 @@ LAUNCH_REGISTERS = 168
 setmaxnreg only moves them between warpgroups: an increase past the block's own waits for ever."""
 MAX_TILES = 256
 """Tiles of a pool block and phase: 8 bits of a task (device/walk.py)."""
+SWAPPED_ROWS = 64
+"""Most rows of a tile of swapped operands: the row scales of more, read from shared memory, which
+is as busy as the tensor cores, cost more than the padding that they save (results/notes.md)."""
 NAME_PREFIXES = {"pingpong": "pp-", "swapped": "sw-"}
 """What a schedule's name begins with, by math mode; nothing for cooperative."""
 COUNTER_BITS = 24
@@ -273,10 +276,15 @@ class Schedule:
             return False
         return shared_memory.has_room_for_few(self, problem, recipe or Recipe())
 
-    def gathers(self, problem: Problem, num_tokens: int, recipe: Recipe | None = None) -> bool:
+    def is_few(self, problem: Problem, num_tokens: Any) -> Any:
+        """Whether so many tokens, a number or traced, have few routes: at most one a thread."""
+        return num_tokens * problem.num_topk <= self.threads
+
+    def launch_gathers(self, problem: Problem, num_tokens: int, recipe: Recipe | None) -> bool:
         """Whether a fused launch loads linear1's rows from their tokens, not through the pool
-        (phases/gather.py): with swapped operands, where it has few routes."""
-        few = num_tokens * problem.num_topk <= self.threads
+        (phases/gather.py): with swapped operands, where it has few routes. It leaves nothing in
+        `l1_acts`, `l1_acts_sf`, `l1_topk_weights` and `token_src_metadata`."""
+        few: bool = self.is_few(problem, num_tokens)
         return few and self.swapped and self.counts_few(problem, recipe)
 
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
@@ -387,11 +395,11 @@ class Schedule:
                 f"block_m={self.block_m} is below the 64 rows of a WGMMA tile: only the "
                 f"stand-alone phase 'dispatch' runs it, not {phase!r}",
             )
-        if self.swapped and self.block_m == 128:
+        if self.swapped and self.block_m > SWAPPED_ROWS:
             out.add(
                 "swapped_rows",
                 f"math_mode={self.math_mode!r} keeps the scales of all rows of a tile in registers "
-                f"and needs block_m=64, found block_m={self.block_m}",
+                f"and needs block_m={SWAPPED_ROWS}, found block_m={self.block_m}",
             )
         if self.pingpong and self.block_m == 128:
             out.add(

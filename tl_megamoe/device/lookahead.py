@@ -112,7 +112,7 @@ class Lookahead:
             self.tasks.read(self.place, self.next_code, self.next_expert, self.next_rows)
         if self.loads_rows and self.plan.fused:
             self.next_ready[0] = 0
-            if self.next_code[0] >= LINEAR1_BIT:
+            if self.waits_for_tokens(self.next_code[0]):
                 self.next_ready[0] = self.is_equal(
                     "l1_arrival_count", self.next_code[0], self.plan.l1_arrival_target
                 )
@@ -122,6 +122,11 @@ class Lookahead:
                 )
             if self.next_ready[0] == 1:
                 barriers.fence_async()
+
+    def waits_for_tokens(self, code):
+        """Whether a task is linear1's and its rows come through the pool, traced."""
+        is_linear1 = code >= LINEAR1_BIT
+        return is_linear1 & T.Not(self.plan.is_few(self.p)) if self.plan.gathers else is_linear1
 
     def is_equal(self, counter, code, want):
         """Whether a counter of a task's pool block has come to `want`, as 0 or 1."""
@@ -161,7 +166,7 @@ class Lookahead:
         """Whether K block `k` is one of those, traced."""
         plan = self.plan
         held = (self.is_first[0] == 1) & (k > 0) & (k < plan.schedule.stages)
-        return held & ~plan.is_few(self.p) if plan.gathers else held
+        return held & T.Not(plan.is_few(self.p)) if plan.gathers else held
 
     @T.inline
     def halfway(self, k, num_k):

@@ -113,7 +113,7 @@ class Plan:
 
     def is_few(self, p: Any) -> Any:
         """Whether a launch has at most a route a thread; traced, where `counts_few`."""
-        return p.num_tokens * self.problem.num_topk <= self.schedule.threads
+        return self.schedule.is_few(self.problem, p.num_tokens)
 
     @property
     def ring_wraps(self) -> bool:

@@ -1,7 +1,9 @@
 """The operand ring and the other shared memory of a block.
 
 buffer       arrivals on its barriers            who fills, who reads
-ring.full    one a load warp, plus TMA bytes     load warps; both math warpgroups
+ring.full    one a load warp, plus TMA bytes;    load warps; both math warpgroups
+             of gathered rows 32 more, each
+             of which adds itself first
 ring.empty   one a math warp of a tile           math warps, after their scale reads; load warps
 row_bars     1, plus bulk-copy bytes             a lane of a dispatch warp, for itself
 
@@ -387,7 +389,7 @@ class Shared:
         staging: 8 KiB a math warpgroup: codes of a linear1 tile, then rows of a linear2 tile;
             before all tiles, what few routes are counted in (dispatch.py).
         amax: row maxima that the math warpgroups exchange, of a tile of 64 rows; of swapped
-            operands by warp.
+            operands by warp, of `block_m` rows.
         inverse: of swapped operands, by warpgroup, what the rows of a tile are multiplied by.
         scales: of a linear1 tile, by warpgroup, on their way to memory.
 

@@ -18,24 +18,23 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..schedule import ROW_STEP
+from ..schedule import ROW_STEP, SWAPPED_ROWS
 from .matmul import in_out, operand_names
 from .plan import Plan
 from .report import fence_shared
 from .ring import Operands
 
-MAX_ROWS = 64
-"""Of a tile. Its row scales are read from shared memory, which is as busy as the tensor cores: with
-more rows a plain tile is faster (results/notes.md)."""
 UNITS = (0, 1)
 
 
 def _by_rows(statement) -> str:
-    """`statement(rows)` for the template parameter N, of all values that it may have."""
+    """`statement(rows)` for the template parameter N, of all values that it may have; no other
+    compiles."""
     cases = [
-        f"if constexpr (N == {n}) {statement(n)}" for n in range(ROW_STEP, MAX_ROWS + 1, ROW_STEP)
+        f"if constexpr (N == {n}) {statement(n)}"
+        for n in range(ROW_STEP, SWAPPED_ROWS + 1, ROW_STEP)
     ]
-    return "\n  else ".join(cases)
+    return "\n  else ".join((*cases, 'static_assert(N == 0, "rows of a tile");'))
 
 
 def _wgmma(n: int) -> str:
@@ -315,8 +314,8 @@ def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, bes
     for c in columns:
         sf[c][0] = T.call_extern("float32", "tlmm_lane_value", lane_sf[c][0], 0)
     next_sf = tuple(T.alloc_var("float32") for _ in columns)
-    a_at = T.alloc_var("uint32")
-    b_at = T.alloc_var("uint32")
+    rows_at = T.alloc_var("uint32")
+    weights_at = T.alloc_var("uint32")
     products = tuple((u, group) for u in UNITS for group in range(groups))
     for k in T.serial(num_blocks):
         if operands.full[0] == 0:
@@ -325,15 +324,15 @@ def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, bes
         if gathered is not None:
             if gathered:
                 fence_shared()
-        a_at = operands.a_at[0]
-        b_at = operands.b_at[0] + T.Cast("uint32", wg * 1024)
+        rows_at = operands.a_at[0]
+        weights_at = operands.b_at[0] + T.Cast("uint32", wg * 1024)
         for u, group in products:
             T.call_extern(
                 "handle",
                 f"tlmm_product_columns<{rows}, {group * wgmmas}, {wgmmas}, {apart}>",
                 raw.data,
-                b_at + T.uint32(u * 512),
-                a_at,
+                weights_at + T.uint32(u * 512),
+                rows_at,
             )
             end_block()
             # Both units of linear2 share their scales, unless another group's come between.

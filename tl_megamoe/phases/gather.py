@@ -44,6 +44,8 @@ TLMM_DEV void tlmm_gather(const int* entries, int rows, long long x, long long x
 class TokenRows:
     """Rows and scales of a linear1 tile, from their tokens.
 
+    The pool's row and the padded number of rows, which `start` gets, do not matter.
+
     Attributes:
         first: the entry of the tile's first row in `shared.routes`.
         valid: rows that its block holds, and more where other blocks of the expert follow.

@@ -5,14 +5,16 @@ pool block as it holds, in steps of 16. A warpgroup has 64 of the columns, gate 
 in the other (device/swapped.py), for all rows.
 
 role   warps      work
-load   1 or 2     A: TMA in pieces of 16 rows, bulk row scales; B: bulk weights
+load   1 or 2     A: TMA in pieces of 16 rows, bulk row scales (gather.py: from the tokens); B: bulk
+                  weights
 math   4 + 4      K loop, SwiGLU, maxima of a row from all warps, one thread a row for its scale
 
 barrier                    arrivals                         meaning
 AMAX                       256 (group 128)                  all warps' maxima are in shared memory
-STAGING + warpgroup        128                              staging is free (group 64: and maxima
-                                                            are there); scales are there; staging is
-                                                            filled
+STAGING + warpgroup        128                              routing weights are there (where no
+                                                            scale has them); staging is free (group
+                                                            64: and maxima are there); scales are
+                                                            there; staging is filled
 """
 
 from __future__ import annotations
@@ -63,18 +65,21 @@ class Rows:
 @T.macro
 def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, tile):
     """Fill the ring with the K blocks of one tile. Role: load."""
-    if plan.gathers:
+    if plan.gathers and ahead.loads_rows:
         if plan.is_few(p):
-            if ahead.loads_rows:
-                trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
+            trace.mark_tile(plan, p, trace.ARRIVAL, 1, block, tile)
             rows = TokenRows(plan, p, shared, block, ahead.expert[0], ahead.rows[0])
             _fill(plan, p, shared, cursor, ahead, rows, None, block, tile)
         else:
-            wait_for_rows(plan, p, ahead, block, tile)
-            _fill(plan, p, shared, cursor, ahead, Rows(p.l1_acts), p.l1_acts_sf, block, tile)
+            _load_from_pool(plan, p, shared, cursor, ahead, block, tile)
     else:
-        wait_for_rows(plan, p, ahead, block, tile)
-        _fill(plan, p, shared, cursor, ahead, Rows(p.l1_acts), p.l1_acts_sf, block, tile)
+        _load_from_pool(plan, p, shared, cursor, ahead, block, tile)
+
+
+@T.macro
+def _load_from_pool(plan: Plan, p: Params, shared: Shared, cursor, ahead, block, tile):
+    wait_for_rows(plan, p, ahead, block, tile)
+    _fill(plan, p, shared, cursor, ahead, Rows(p.l1_acts), p.l1_acts_sf, block, tile)
 
 
 @T.macro

@@ -10,6 +10,7 @@ math   4 + 4      K loop, BF16 rows to combine_acts[slot, token] of the source r
 
 barrier                  arrivals                      meaning
 STAGING + warpgroup      128                           staging is free; it is filled
+l2_arrival, l2_done      see linear2.py
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.report import Report
 from ..device.ring import Cursor, Shared, copy, expect, fill
 from ..device.swapped import UNITS, stage_outputs, store_outputs, swapped_k_loop
-from ..schedule import BLOCK_K
+from ..schedule import BLOCK_K, ROW_STEP
 from .gather import route_of
 from .linear2 import Targets, combine_row, report_read, wait_for_rows
 
@@ -149,9 +150,9 @@ def scatter(plan: Plan, p: Params, shared: Shared, acc, wg, at, targets):
     to = T.alloc_local((4,), "int64")
     for rows in plan.tile_rows(2):
         if plan.takes(2, rows, valid):
-            for step in tuple(range(rows // 16)):
+            for step in tuple(range(rows // ROW_STEP)):
                 to[step] = targets.of(step * 4 + thread % 32 // 8)
-                if step * 16 + thread % 128 // 32 * 4 + thread % 32 // 8 >= valid:
+                if step * ROW_STEP + thread % 128 // 32 * 4 + thread % 32 // 8 >= valid:
                     to[step] = T.int64(0)
             for u in UNITS:
                 # Behind the first the leader has paid for the linear1 tile before: its stores have
