@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.sm90
 FORCED: dict[str, Callable[..., None]] = {
     "pingpong": fp8_mega_moe_pingpong,
     "cooperative": fp8_mega_moe_cooperative,
+    "swapped": partial(fp8_mega_moe, math_mode="swapped"),
 }
 modes = pytest.mark.parametrize("mode", MODES)
 each_number = pytest.mark.parametrize("num_ranks", each_rank_count())
