@@ -135,4 +135,4 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def shared_seed(request: pytest.FixtureRequest) -> int:
     """A seed like `seed` that the math modes of a test share, so that their results compare."""
-    return seed_from(re.sub("pingpong|cooperative", "mode", request.node.nodeid))
+    return seed_from(re.sub("pingpong|swapped|cooperative", "mode", request.node.nodeid))

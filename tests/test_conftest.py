@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tl_megamoe.frozen import MATH_MODES
+
 pytest_plugins = ["pytester"]
 
 CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
@@ -62,6 +64,7 @@ def test_torchrun_runs_the_tests_of_its_size(
 HANGS = """
 import time
 import pytest
+from tl_megamoe.frozen import MATH_MODES
 pytestmark = pytest.mark.multi_gpu(2)
 def test_ends(): time.sleep(1.2)
 def test_ends_too(): time.sleep(1.2)
@@ -106,7 +109,7 @@ def test_seed_follows_the_id(seed: int, parameter: int) -> None:
 SHARED: dict[str, int] = {}
 
 
-@pytest.mark.parametrize("mode", ["pingpong", "cooperative"])
+@pytest.mark.parametrize("mode", MATH_MODES)
 @pytest.mark.parametrize("parameter", [1, 2])
 def test_modes_share_a_seed(shared_seed: int, parameter: int, mode: str) -> None:
     SHARED.setdefault(str(parameter), shared_seed)

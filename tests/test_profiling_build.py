@@ -24,12 +24,15 @@ from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.schedule import Schedule, default_schedule
 
 ROOT = Path(str(tl_megamoe.__file__)).parent
-STAMPED = ("program.py", "phases/dispatch.py", "phases/linear1.py", "phases/linear2.py")
+STAMPED = (
+    "program.py",
+    *(f"phases/{name}.py" for name in ("dispatch", "linear1", "linear1_swapped", "linear2")),
+)
 """Files with lines of the profiling build."""
 PARAMETERS = 23
 CASES = {
     **{f"small-{name}": (SMALL, variants(SMALL)[name]) for name in ("wide128", "rows1")},
-    "small-pingpong": (SMALL, variants(SMALL)["pingpong"]),
+    **{f"small-{name}": (SMALL, variants(SMALL)[name]) for name in ("pingpong", "swapped")},
     "ranks": (ON_RANKS[2], fit(ON_RANKS[2])),
 }
 
@@ -108,6 +111,8 @@ def test_text_has_stamps_and_the_same_barriers(mode: str) -> None:
         **{("0", "0"): 1, ("1", "0"): 1, ("2", "0"): 1, ("3", "0"): 3, ("4", "0"): 1},
         # Load A and B; both math warpgroups run one text.
         **{("5", linear): 1 for linear in "12"},
+        # Of swapped linear1, gathered or from the pool.
+        **({("5", "1"): 2} if mode == "swapped" else {}),
         **{("6", linear): 2 for linear in "12"},
         **{(kind, linear): 1 for kind in math for linear in "12"},
         **{(kind, "0"): 1 for kind in ("12", "13", "14")},

@@ -139,7 +139,7 @@ def test_clamp(name: str, fast_math: bool, seed: int) -> None:
 
 
 def test_exact_math(seed: int) -> None:
-    """Without fast_math the two modes agree to the bit with each other as well."""
+    """Without fast_math the three modes agree to the bit with each other as well."""
     w = world(SMALL, SMALL_CAPACITY)
     w.fill(400, seed)
     w.check({name: variants(SMALL)[name] for name in EXACT_MATH}, fast_math=False)
