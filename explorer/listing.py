@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tl_megamoe.problem import Problem
-from tl_megamoe.schedule import RULES, Schedule
+from tl_megamoe.rules import RULES
+from tl_megamoe.schedule import Schedule
 
 from .args import (
     add_problem,

@@ -77,7 +77,7 @@ class Candidates:
         pinned: candidates that no limit removes: `default`, `classic` and, if given, `frozen`.
         num_points: distinct points of the space before the rules.
         num_rejected: points that broke at least one rule.
-        rejections: rule (`schedule.RULES`) -> points that break it, the most first.
+        rejections: rule (`rules.RULES`) -> points that break it, the most first.
         sole: rule -> points that break no other one: what the space would gain without it.
         examples: rule -> what it says of one of those points, or of one that breaks others too.
     """

@@ -27,14 +27,15 @@ from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.layout import ITEM_BYTES, Layout, make_layout
 from tl_megamoe.problem import Problem
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import RULES, Schedule, ScheduleError, default_schedule
+from tl_megamoe.rules import RULES
+from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
 from tl_megamoe.selection import schedule_intervals
 
 # ---- schedules
 
 
 def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
-    """The rules of `schedule.RULES` as one condition."""
+    """The rules of `rules.RULES` as one condition."""
 
     def kib(size: int) -> int:
         return -(-size // 1024)

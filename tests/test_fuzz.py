@@ -37,7 +37,8 @@ from tl_megamoe import layout, reference, scaling
 from tl_megamoe.device.walk import Task
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
 from tl_megamoe.frozen import MATH_MODES
-from tl_megamoe.schedule import Schedule, ScheduleError, Violations
+from tl_megamoe.rules import Violations
+from tl_megamoe.schedule import Schedule, ScheduleError
 
 # ---- what is drawn
 

@@ -12,7 +12,7 @@ import pytest
 from tl_megamoe.explorer import listing
 from tl_megamoe.explorer.space import enumerate_candidates, load_space
 from tl_megamoe.problem import PRESETS
-from tl_megamoe.schedule import RULES
+from tl_megamoe.rules import RULES
 
 NAME = "deepseek-v4-flash"
 FLASH = PRESETS[NAME].one_rank()

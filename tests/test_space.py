@@ -17,7 +17,8 @@ from tl_megamoe.explorer.space import (
 from tl_megamoe.frozen import MATH_MODES
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import Recipe
-from tl_megamoe.schedule import RULES, Schedule, default_schedule
+from tl_megamoe.rules import RULES
+from tl_megamoe.schedule import Schedule, default_schedule
 
 FLASH = PRESETS["deepseek-v4-flash"].one_rank()
 TINY = Problem(name="tiny", hidden=256, intermediate=128, num_experts=6, num_topk=2, num_ranks=1)

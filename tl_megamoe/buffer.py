@@ -53,8 +53,7 @@ class SymmBuffer:
 
     Attributes (the tensors are views of one allocation, see layout.py for their shapes):
         x, x_sf, topk_idx, topk_weights: inputs, filled by the caller; `topk_idx` starts at -1.
-        l1_acts, l1_acts_sf, l1_topk_weights, token_src_metadata: receive pool of linear1; a launch
-            that gathers its rows leaves it as it was (`Schedule.launch_gathers`).
+        l1_acts, l1_acts_sf, l1_topk_weights, token_src_metadata: receive pool of linear1.
         l2_acts, l2_acts_sf: pool of linear2.
         combine_acts: (topk, capacity, hidden) bf16, rows that came back.
         src_routes, recv_stats, workspace: routing lists, cumulative counts, counters.

@@ -35,7 +35,15 @@ FILE_NAME = re.compile(r"(fused|dispatch|linear1|linear2|combine|quantize|native
 """The only names that are ever loaded or replaced."""
 CODE = (
     *("device/*.py", "phases/*.py", "kernel.py", "layout.py", "problem.py", "program.py"),
-    *("native.py", "quantize.py", "recipe.py", "scaling.py", "schedule.py", "timeouts.py"),
+    *(
+        "native.py",
+        "quantize.py",
+        "recipe.py",
+        "rules.py",
+        "scaling.py",
+        "schedule.py",
+        "timeouts.py",
+    ),
     *("shared_memory.py", "swizzle.py", "weights.py"),
 )
 """Files of the package on which kernels and the code that launches them must agree."""

@@ -379,26 +379,6 @@ def swapped_k_loop(plan: Plan, ring, cursor, acc, wg, rows, num_k, w_sf, at, bes
             )
 
 
-@T.macro
-def activate_columns(plan: Plan, p, acc, rows):
-    """Unit 0 <- silu(unit 0) * unit 1, first clamped if asked."""
-    gate, up = acc.total[0], acc.total[1]
-    value = T.alloc_var("float32")
-    if plan.clamp:
-        # Compared, not min and max: those would turn a NaN into the bound.
-        for v in T.unroll(rows // 2):
-            value = up[v]
-            gate[v] = T.if_then_else(gate[v] > p.clamp, p.clamp, gate[v])
-            up[v] = T.if_then_else(
-                value > p.clamp, p.clamp, T.if_then_else(value < -p.clamp, -p.clamp, value)
-            )
-    if plan.fast_math:
-        T.call_extern("handle", f"tlmm_swiglu_columns<{rows}>", gate.data, up.data)
-    else:
-        for v in T.unroll(rows // 2):
-            gate[v] = gate[v] * (1.0 / (1.0 + T.exp(-gate[v]))) * up[v]
-
-
 def scale_columns(rows: int, values, of):
     """values *= of[row], where `of` is the first of `rows` floats in shared memory."""
     return T.call_extern("handle", f"tlmm_scale_columns<{rows}>", values.data, T.address_of(of))

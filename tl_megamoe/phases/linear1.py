@@ -136,24 +136,32 @@ def load(plan: Plan, p: Params, shared: Shared, cursor: Cursor, ahead, block, ti
 
 
 @T.macro
-def activate(plan: Plan, p: Params, total, weight):
-    """left <- silu(left) * right, first clamped if asked, times `weight` unless a scale has it."""
-    up = T.alloc_var("float32")
+def swiglu(plan: Plan, p: Params, gate, up, first: int, count: int, helper):
+    """gate[v] <- silu(gate[v]) * up[first + v], first clamped if asked, for `count` values.
+
+    An IEEE division is a subroutine of tens of instructions: with fast_math `helper`, (name,
+    *arguments) of a device function, approximates it and the exponential.
+    """
+    value = T.alloc_var("float32")
     if plan.clamp:
         # Compared, not min and max: those would turn a NaN into the bound.
-        for v in T.unroll(RAW // 2):
-            up = total[v + RAW // 2]
-            total[v] = T.if_then_else(total[v] > p.clamp, p.clamp, total[v])
-            total[v + RAW // 2] = T.if_then_else(
-                up > p.clamp, p.clamp, T.if_then_else(up < -p.clamp, -p.clamp, up)
+        for v in T.unroll(count):
+            value = up[v + first]
+            gate[v] = T.if_then_else(gate[v] > p.clamp, p.clamp, gate[v])
+            up[v + first] = T.if_then_else(
+                value > p.clamp, p.clamp, T.if_then_else(value < -p.clamp, -p.clamp, value)
             )
-    # An IEEE division is a subroutine of tens of instructions: with fast_math both are approximate.
-    # The unit that does them needs 8 clocks for a warp, so it does 5 for four values, not 8.
     if plan.fast_math:
-        T.call_extern("handle", "tlmm_swiglu", total.data)
+        T.call_extern("handle", *helper)
     else:
-        for v in T.unroll(RAW // 2):
-            total[v] = total[v] * (1.0 / (1.0 + T.exp(-total[v]))) * total[v + RAW // 2]
+        for v in T.unroll(count):
+            gate[v] = gate[v] * (1.0 / (1.0 + T.exp(-gate[v]))) * up[v + first]
+
+
+@T.macro
+def activate(plan: Plan, p: Params, total, weight):
+    """left <- silu(left) * right, first clamped if asked, times `weight` unless a scale has it."""
+    swiglu(plan, p, total, total, RAW // 2, RAW // 2, ("tlmm_swiglu", total.data))
     if not plan.recipe.folds_topk_weight:
         for v in T.unroll(RAW // 2):
             total[v] = total[v] * weight[v // 2 % 2]

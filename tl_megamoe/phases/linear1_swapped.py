@@ -28,7 +28,6 @@ from ..device.report import Report, fence_shared, store_bulk
 from ..device.ring import Cursor, Shared, fill, thread_row
 from ..device.swapped import (
     UNITS,
-    activate_columns,
     column_maxima,
     largest_of_warps,
     scale_columns,
@@ -38,7 +37,7 @@ from ..device.swapped import (
 from ..scaling import device_e4m3_scale, device_inverse
 from ..schedule import BLOCK_K, ROW_STEP
 from .gather import TokenRows, route_of
-from .linear1 import stored_scale, wait_for_rows
+from .linear1 import stored_scale, swiglu, wait_for_rows
 
 
 @T.meta_class
@@ -203,15 +202,15 @@ def _finish_rows(plan: Plan, p: Params, shared, acc, wg, at, turn, weight, rows)
     thread = T.alloc_var("int32")
     thread = thread_here()
     row = thread % 128
-    values = acc.total[0]
     sf = T.alloc_var("float32")
-    activate_columns(plan, p, acc, rows)
+    gate, up = acc.total
+    swiglu(plan, p, gate, up, 0, rows // 2, (f"tlmm_swiglu_columns<{rows}>", gate.data, up.data))
     if not recipe.folds_topk_weight:
         if row < rows:
             shared.inverse[wg, row] = weight.value[0]
         barriers.sync(barriers.STAGING + wg, 128)
-        scale_columns(rows, values, shared.inverse[wg, 0])
-    column_maxima(rows, values, shared.amax[turn, thread // 32 - 4, 0])
+        scale_columns(rows, gate, shared.inverse[wg, 0])
+    column_maxima(rows, gate, shared.amax[turn, thread // 32 - 4, 0])
     # Behind either barrier the leader has paid for the tile before: its stores have left.
     if shares:
         barriers.sync(barriers.AMAX, 256)
@@ -228,7 +227,7 @@ def _finish_rows(plan: Plan, p: Params, shared, acc, wg, at, turn, weight, rows)
             shared.scales[wg, wg % scales, row] = stored_scale(recipe, sf, weight.value[0])
         shared.inverse[wg, row] = device_inverse(sf, recipe, plan.fast_math)
     barriers.sync(barriers.STAGING + wg, 128)
-    stage_columns(rows, values, shared.inverse[wg, 0], shared.staging[wg * 64, 0])
+    stage_columns(rows, gate, shared.inverse[wg, 0], shared.staging[wg * 64, 0])
     fence_shared()
     barriers.sync(barriers.STAGING + wg, 128)
     if T.get_thread_binding() == 128 + wg * 128:
