@@ -64,7 +64,6 @@ def test_torchrun_runs_the_tests_of_its_size(
 HANGS = """
 import time
 import pytest
-from tl_megamoe.frozen import MATH_MODES
 pytestmark = pytest.mark.multi_gpu(2)
 def test_ends(): time.sleep(1.2)
 def test_ends_too(): time.sleep(1.2)

@@ -15,6 +15,7 @@ from fake_stamps import stamp_launch
 from test_worker import GOOD, TINY, UNSTEADY, WRONG, FakeBench, FakeKernel, schedule
 
 from tl_megamoe.device.plan import Plan
+from tl_megamoe.frozen import MATH_MODES
 from tl_megamoe.device.trace import trace_shape
 from tl_megamoe.explorer import trace_command as command
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
@@ -313,7 +314,7 @@ def test_a_worker_refuses_a_wrong_kernel(behaviour: int, message: str) -> None:
         worker.trace(schedule(behaviour))
 
 
-@pytest.mark.parametrize("mode", ["cooperative", "pingpong"])
+@pytest.mark.parametrize("mode", MATH_MODES)
 def test_it_says_where_the_profiling_build_counts_otherwise(mode: str) -> None:
     """Of the two builds' own rule, at the last launch of few routes and the first of many."""
     chosen = default_schedule(TINY, 16, mode)  # type: ignore[arg-type]
