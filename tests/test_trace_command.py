@@ -15,7 +15,6 @@ from fake_stamps import stamp_launch
 from test_worker import GOOD, TINY, UNSTEADY, WRONG, FakeBench, FakeKernel, schedule
 
 from tl_megamoe.device.plan import Plan
-from tl_megamoe.frozen import MATH_MODES
 from tl_megamoe.device.trace import trace_shape
 from tl_megamoe.explorer import trace_command as command
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
@@ -25,6 +24,7 @@ from tl_megamoe.explorer.messages import WorkerConfig
 from tl_megamoe.explorer.protocol import Block
 from tl_megamoe.explorer.trace import read_trace, wrong_tiles
 from tl_megamoe.explorer.trace_worker import PROFILING, SHIPPED, Stamped, TraceWorker
+from tl_megamoe.frozen import MATH_MODES
 from tl_megamoe.kernel import KernelReport, KernelSpec
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.schedule import Schedule, default_schedule
