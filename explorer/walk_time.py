@@ -5,9 +5,11 @@ tile waits until its pool block has arrived, a linear2 tile until all linear1 ti
 block are done, and the block of the grid waits with it. Nothing is drawn at random: the same
 arguments give the same time.
 
-All tiles of a pool block and linear are neighbours in the walk, cost the same and wait for the
-same. So blocks of the grid that are free at the same time stay together, and the heap holds groups
-of them: a few a pool block, not one a tile.
+All tiles of a pool block and linear cost the same and wait for the same. They are taken for
+neighbours, which in wave order they are not where an expert has several pool blocks
+(device/walk.py): those differ by their last one alone, and are taken one after the other. So blocks
+of the grid that are free at the same time stay together, and the heap holds groups of them: a few a
+pool block, not one a tile.
 """
 
 from __future__ import annotations

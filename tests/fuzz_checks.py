@@ -21,7 +21,7 @@ from host_scheduler import STYLES, ModelError
 
 from tl_megamoe.buffer import SymmBuffer
 from tl_megamoe.compat import get_symm_buffer_size_for_sm90_mega_moe
-from tl_megamoe.device.walk import expert_of, first_blocks, task_at, walk, walk_order
+from tl_megamoe.device.walk import expert_of, first_blocks, group_of, task_at, walk, walk_order
 from tl_megamoe.explorer.places import counters_are_zero
 from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.layout import ITEM_BYTES, Layout, make_layout
@@ -302,8 +302,8 @@ def check_walk(case: Case) -> str:
             ahead = max(ahead, block) if phase == 1 else ahead
             if phase == 2 and ahead < min(block + step, blocks - 1):
                 return f"{task} comes {ahead - block} blocks behind linear1, the lag is {step}"
-        elif (place := (expert // step, phase, block, tile)) < last:
-            return f"{task} comes behind a later wave, phase or block"
+        elif (place := (expert // step, phase, group_of(first, block).start, tile, block)) < last:
+            return f"{task} comes behind a later wave, phase, group, tile or block"
         else:
             last = place
         done[phase][block] += 1

@@ -21,6 +21,7 @@ PRESET_CAPACITY = 8192
 SMALL_CAPACITY = 1024
 TOKENS = (0, 1, 7, 63, 64, 65, 129, 512, 1024, 4096, 8192)
 SMALL_TOKENS = (0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 260, 819, 1024)
+"""For `SMALL`, whose routes are few up to 256 tokens (`Schedule.few_routes`)."""
 FROZEN_TOKENS = (16, 512, 4096)
 """Where the op is tested with the frozen schedules of deepseek-v4-flash."""
 MODES = ("pingpong", "swapped", "cooperative")
@@ -37,7 +38,7 @@ def real_ranks() -> int:
 
 def small(name: str = "small", **sizes: int) -> Problem:
     """A problem of a few K blocks, on one rank unless `num_ranks` says otherwise."""
-    values = {"hidden": 512, "intermediate": 256, "num_experts": 8, "num_topk": 2, "num_ranks": 1}
+    values = {"hidden": 512, "intermediate": 256, "num_experts": 8, "num_topk": 3, "num_ranks": 1}
     return Problem(name=name, **{**values, **sizes})
 
 

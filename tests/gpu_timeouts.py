@@ -52,7 +52,7 @@ BEHIND = -5
 
 
 MANY_TOKENS = 300
-"""Of one rank: more routes than threads, so that the blocks count them together (dispatch.py)."""
+"""Of one rank: more than few routes, so that the blocks count them together (dispatch.py)."""
 
 
 def on_one(schedule: str, phase: str) -> tuple[World, Callable[[], object]]:

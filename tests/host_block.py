@@ -103,7 +103,7 @@ class Block:
 
     def start(self) -> Agent:
         plan, rank, most = self.plan, self.rank, self.world.rules.most_counted
-        most = plan.schedule.threads if most is None else most
+        most = plan.few_routes if most is None else most
         if plan.counts_few and len(rank.topk_idx) * plan.problem.num_topk <= most:
             yield from self.count_few()
         else:

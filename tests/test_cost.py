@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tl_megamoe.device.walk import first_blocks, walk
+from tl_megamoe.device.walk import expert_of, first_blocks, walk
 from tl_megamoe.explorer.constants import BUILT_IN, Constants, constants_path, load_constants
 from tl_megamoe.explorer.cost import k_block_clocks, predict, uniform_counts
 from tl_megamoe.explorer.space import enumerate_candidates, load_space
@@ -44,14 +44,19 @@ def slow_walk_time(
     costs: list[tuple[float, float]],
     arrivals: list[float],
     publish: float,
+    by_block: bool = True,
 ) -> float:
-    """`walk_time` one task after the other, over the tasks that the kernel's own walk names."""
+    """`walk_time` one task after the other, over the tasks that the kernel's own walk names, with
+    `by_block` an expert's pool blocks one after the other."""
     lag = schedule.order == "lag"
     first = first_blocks(counts, schedule.block_m)
     free = [0.0] * schedule.num_sms
     done: dict[int, float] = {}
     step = schedule.lag if lag else schedule.experts_per_wave
-    for task in walk(first, lag, step, *tiles):
+    tasks = list(walk(first, lag, step, *tiles))
+    if by_block and not lag:
+        tasks.sort(key=lambda task: (expert_of(first, task.block) // step, task.phase, task.block))
+    for task in tasks:
         block = free.index(min(free))
         ready = arrivals[task.block] if task.phase == 1 else done[task.block]
         free[block] = max(free[block], ready) + costs[task.block][task.phase - 1]
@@ -85,6 +90,19 @@ def test_the_walk_is_that_of_the_kernel(order: Any, step: int, sms: int, publish
         found = walk_time(waves, lag, tiles, sms, by_linear, np.array(arrivals), publish)
         slow = slow_walk_time(counts, schedule, tiles, costs, arrivals, publish)
         assert found == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("rows", [60, 200, 1500])
+def test_blocks_one_after_the_other_take_as_long(rows: int) -> None:
+    schedule = Schedule(block_m=128, experts_per_wave=16)
+    counts = [rows + 7 * e for e in range(16)]
+    costs = [(10.0, 6.0)] * first_blocks(counts, 128)[-1]
+    arrivals = [0.0] * len(costs)
+    times = [
+        slow_walk_time(counts, schedule, (16, 16), costs, arrivals, 0.0, by_block)
+        for by_block in (False, True)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.02)
 
 
 def test_an_empty_launch_walks_nothing() -> None:

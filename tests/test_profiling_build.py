@@ -101,7 +101,7 @@ def test_text_has_stamps_and_the_same_barriers(mode: str) -> None:
     assert shipped.key() != profiling.key()
     plain, stamped = compile_kernel(shipped).source(), compile_kernel(profiling).source()
     assert "tlmm_stamp" not in plain
-    counts = [text.count("tlmm_count_few<384>(") for text in (plain, stamped)]
+    counts = [text.count("tlmm_count_few<384, 2>(") for text in (plain, stamped)]
     assert counts == [1, 0 if mode == "pingpong" else 1]  # with both pingpong would spill
     assert "trace_address" not in plain
     pattern = r"tlmm_stamp\(trace_address, (\d+), (\d), "

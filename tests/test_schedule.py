@@ -99,15 +99,16 @@ def test_valid_schedules_fit_the_hardware(case: tuple[Problem, Recipe, Schedule]
 
 def test_few_routes_take_no_room_from_row_chunks() -> None:
     few = Schedule(block_m=64)
-    assert few.counts_few(FLASH)
-    assert not few.counts_few(PRESETS["deepseek-v4-flash"])  # its ranks tell each other
-    assert not Schedule(block_m=128).counts_few(FLASH)  # 1 KiB is left beside the row chunks
-    assert Schedule(block_m=128, stages=3).counts_few(FLASH)
-    assert few.counts_few(dataclasses.replace(FLASH, num_experts=1365))
-    assert not few.counts_few(dataclasses.replace(FLASH, num_experts=1366))  # no scratch for them
+    most = 2 * few.threads
+    assert few.few_routes(FLASH) == most
+    assert few.few_routes(PRESETS["deepseek-v4-flash"]) == 0  # its ranks tell each other
+    assert Schedule(block_m=128).few_routes(FLASH) == 0  # 1 KiB is left beside the row chunks
+    assert Schedule(block_m=128, stages=3).few_routes(FLASH) == most
+    assert few.few_routes(dataclasses.replace(FLASH, num_experts=682)) == most
+    assert few.few_routes(dataclasses.replace(FLASH, num_experts=683)) == 0  # no scratch for them
     none = Schedule(block_m=64, stages=6)
     assert not none.row_chunk(FLASH)
-    assert not none.counts_few(FLASH)
+    assert none.few_routes(FLASH) == 0
 
 
 @given(schedules)
@@ -220,7 +221,7 @@ def test_shared_memory_is_what_the_buffers_take(case: tuple[Problem, Recipe, Sch
         + problem.num_experts
         + 3 * problem.num_local_experts
         + 2
-        + (schedule.threads if schedule.counts_few(problem, recipe) else 0),
+        + schedule.few_routes(problem, recipe),
         # Full and empty, a row chunk each, an entry each: 8 bytes.
         "barriers": 2 * (2 * stages + schedule.row_slots + slots),
     }

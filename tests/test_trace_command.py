@@ -324,6 +324,6 @@ def test_it_says_where_the_profiling_build_counts_otherwise(mode: str) -> None:
         for p in (False, True)
     )
     assert shipped
-    most = chosen.threads // TINY.num_topk
+    most = chosen.few_routes(TINY) // TINY.num_topk
     assert command.exchanges_few(chosen, config, most) == (shipped and not profiling)
     assert not command.exchanges_few(chosen, config, most + 1)

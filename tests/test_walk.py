@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from tl_megamoe.device.walk import (
+    GROUP_BLOCKS,
     LINEAR1_BIT,
     WALK_CUDA,
     Task,
     expert_of,
     first_blocks,
+    group_of,
     task_at,
     walk,
 )
@@ -67,7 +69,9 @@ def random_cases(seed: int) -> Iterator[tuple[list[int], bool, int, int, int]]:
         experts = rng.choice([1, 2, 3, 5, 8, 12, 31, 32, 33, 48, 64, 65])
         shape = rng.random()
         counts = [
-            0 if rng.random() < shape else rng.choice([1, 63, 64, 65, 128, rng.randrange(700)])
+            0
+            if rng.random() < shape
+            else rng.choice([1, 63, 64, 65, 128, rng.randrange(700), rng.randrange(5000)])
             for _ in range(experts)
         ]
         block_m = rng.choice([64, 128])
@@ -100,10 +104,41 @@ def test_waves_come_in_order(seed: int) -> None:
         if lag_order:
             continue
         stages = [
-            (expert_of(first_block, t.block) // step, t.phase, t.block, t.tile)
+            (
+                expert_of(first_block, t.block) // step,
+                t.phase,
+                group_of(first_block, t.block).start,
+                t.tile,
+                t.block,
+            )
             for t in walk(first_block, False, step, n1, n2)
         ]
         assert stages == sorted(stages)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 31, 32, 33, 100, 1000])
+def test_groups_are_few_and_alike(count: int) -> None:
+    first_block = [0, 3, 3, 3 + count, 5 + count]
+    groups = []
+    for block in range(3, 3 + count):
+        group = group_of(first_block, block)
+        assert block in group
+        if group not in groups:
+            groups.append(group)
+    assert [block for group in groups for block in group] == list(range(3, 3 + count))
+    assert len(groups) <= -(-count // GROUP_BLOCKS)
+    sizes = {len(group) for group in groups}
+    assert max(sizes, default=0) <= GROUP_BLOCKS
+    assert len({len(group) for group in groups[:-1]}) <= 1
+
+
+def test_a_group_reads_each_weight_tile_once() -> None:
+    """Linear1 of an expert of three pool blocks and of one of one, then their linear2."""
+    assert list(walk([0, 3, 4], False, 2, 2, 1)) == [
+        *(Task(1, block, tile) for tile in (0, 1) for block in (0, 1, 2)),
+        *(Task(1, 3, tile) for tile in (0, 1)),
+        *(Task(2, block, 0) for block in (0, 1, 2, 3)),
+    ]
 
 
 def test_lag_is_kept(seed: int) -> None:

@@ -211,31 +211,31 @@ class Schedule:
         Each is made a multiple of 1 KiB (device/ring.py), and so starts at one: what WGMMA's
         swizzles ask for. Dynamic lies behind static memory, at a multiple of 1 KiB too.
         """
-        few = self.counts_few(problem, recipe)
-        return shared_memory.buffers(self, problem, recipe or Recipe(), few)
+        routes = self.few_routes(problem, recipe)
+        return shared_memory.buffers(self, problem, recipe or Recipe(), routes)
 
     def row_chunk(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Bytes of a row that one bulk copy of dispatch moves: a divisor of the row, as large as
         shared memory allows, at most 2048. 0 when not even 128 bytes fit."""
         return shared_memory.row_chunk(self, problem, recipe or Recipe())
 
-    def counts_few(self, problem: Problem, recipe: Recipe | None = None) -> bool:
-        """Whether a block counts few routes, at most one a thread, without the other blocks
-        (phases/dispatch.py): on one rank, where there is room for them."""
+    def few_routes(self, problem: Problem, recipe: Recipe | None = None) -> int:
+        """Up to how many routes, some a thread, every block counts without the other blocks
+        (phases/dispatch.py); 0 where it never does: on several ranks, and where they lack room."""
         if problem.num_ranks > 1:
-            return False
-        return shared_memory.has_room_for_few(self, problem, recipe or Recipe())
+            return 0
+        return self.threads * shared_memory.few_steps(self, problem, recipe or Recipe())
 
-    def is_few(self, problem: Problem, num_tokens: Any) -> Any:
-        """Whether so many tokens, a number or traced, have few routes: at most one a thread."""
-        return num_tokens * problem.num_topk <= self.threads
+    def is_few(self, problem: Problem, num_tokens: Any, recipe: Recipe | None = None) -> Any:
+        """Whether so many tokens, a number or traced, have few routes."""
+        return num_tokens * problem.num_topk <= self.few_routes(problem, recipe)
 
     def launch_gathers(self, problem: Problem, num_tokens: int, recipe: Recipe | None) -> bool:
         """Whether a fused launch loads linear1's rows from their tokens, not through the pool
         (phases/gather.py): with swapped operands, where it has few routes. It leaves nothing in
         `l1_acts`, `l1_acts_sf`, `l1_topk_weights` and `token_src_metadata`."""
-        few: bool = self.is_few(problem, num_tokens)
-        return few and self.swapped and self.counts_few(problem, recipe)
+        few: bool = self.is_few(problem, num_tokens, recipe)
+        return few and self.swapped and self.few_routes(problem, recipe) > 0
 
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""

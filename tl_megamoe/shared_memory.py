@@ -14,17 +14,22 @@ SMEM_LIMIT_BYTES = 227 * 1024
 """Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
 MAX_ROW_CHUNK = 2048
 STAGING_BYTES = 16 * 1024
+MAX_FEW_STEPS = 2
+"""Of few routes, those that a thread counts at most. With more, counting alone saves nothing, and
+rows come faster through the pool than from their tokens (results/notes.md)."""
 
 
 def whole_kib(num_bytes: int) -> int:
     return -(-num_bytes // 1024) * 1024
 
 
-def buffers(schedule: Schedule, problem: Problem, recipe: Recipe, few: bool) -> dict[str, int]:
-    """`Schedule.smem_buffers`, with the table of few routes or without."""
+def buffers(
+    schedule: Schedule, problem: Problem, recipe: Recipe, few_routes: int
+) -> dict[str, int]:
+    """`Schedule.smem_buffers`, with a table of so many routes."""
     s, scales = schedule, recipe.scales_per_k_block
     tables = 4 * s.task_slots + problem.num_experts + 3 * problem.num_local_experts + 2
-    tables += s.threads if few else 0
+    tables += few_routes
     sizes = {
         "ring_a": s.stages * s.block_m * SCALE_BLOCK,
         "ring_b": s.stages * s.max_block_n * SCALE_BLOCK,
@@ -40,19 +45,22 @@ def buffers(schedule: Schedule, problem: Problem, recipe: Recipe, few: bool) -> 
     return {name: whole_kib(size) for name, size in sizes.items()}
 
 
-def row_chunk(schedule: Schedule, problem: Problem, recipe: Recipe, few: bool = False) -> int:
-    """`Schedule.row_chunk`, beside the table of few routes or without it."""
-    free = SMEM_LIMIT_BYTES - sum(buffers(schedule, problem, recipe, few).values())
+def row_chunk(schedule: Schedule, problem: Problem, recipe: Recipe, few_routes: int = 0) -> int:
+    """`Schedule.row_chunk`, beside a table of so many routes."""
+    free = SMEM_LIMIT_BYTES - sum(buffers(schedule, problem, recipe, few_routes).values())
     for chunk in range(min(problem.hidden, MAX_ROW_CHUNK), 0, -SCALE_BLOCK):
         if problem.hidden % chunk == 0 and whole_kib(chunk * schedule.row_slots) <= free:
             return chunk
     return 0
 
 
-def has_room_for_few(schedule: Schedule, problem: Problem, recipe: Recipe) -> bool:
-    """Whether the table of few routes fits beside row chunks as large as without it, and what they
-    are counted in, a byte an expert and warp, the staging buffer."""
-    if schedule.threads // 32 * problem.num_experts > STAGING_BYTES:
-        return False
+def few_steps(schedule: Schedule, problem: Problem, recipe: Recipe) -> int:
+    """Routes a thread for which there is room: their table beside row chunks as large as without
+    it, and what they are counted in, two bytes an expert and warp, in the staging buffer."""
+    if schedule.threads // 32 * problem.num_experts * 2 > STAGING_BYTES:
+        return 0
     chunk = row_chunk(schedule, problem, recipe)
-    return chunk > 0 and row_chunk(schedule, problem, recipe, few=True) == chunk
+    for steps in range(MAX_FEW_STEPS if chunk else 0, 0, -1):
+        if row_chunk(schedule, problem, recipe, steps * schedule.threads) == chunk:
+            return steps
+    return 0

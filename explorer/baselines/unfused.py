@@ -23,7 +23,7 @@ only. A fused launch on the same buffers, before or after, is one more `D( (C`.
 
 Two barriers of these five are what a launch needs, `D(` and one between linear2 and combine: the
 fused kernel has just them; with few routes on one rank neither it nor dispatch has `D(`
-(`Schedule.counts_few`), and with swapped operands it pulls nothing then. So three are of the
+(`Schedule.few_routes`), and with swapped operands it pulls nothing then. So three are of the
 baseline's making, at the ends of dispatch and linear1 and once too often around linear2; on one
 rank they are barriers of the grid. What one costs is what the combine kernel takes for no tokens,
 which bounds what leaving three out could gain.

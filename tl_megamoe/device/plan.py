@@ -95,15 +95,19 @@ class Plan:
         return self.route_steps * self.schedule.num_sms * self.schedule.threads
 
     @property
-    def counts_few(self) -> bool:
-        """Whether this program has the short way for launches with few routes.
+    def few_routes(self) -> int:
+        """Routes up to which a launch takes the short way for few; 0 if this program has none.
 
         Not the profiling build in pingpong mode: with both it spills registers in the K loop.
         """
-        fits = not (self.profile and self.schedule.pingpong)
-        return (
-            fits and self.runs("dispatch") and self.schedule.counts_few(self.problem, self.recipe)
-        )
+        if not self.runs("dispatch") or (self.profile and self.schedule.pingpong):
+            return 0
+        return self.schedule.few_routes(self.problem, self.recipe)
+
+    @property
+    def counts_few(self) -> bool:
+        """Whether this program has that way."""
+        return self.few_routes > 0
 
     @property
     def gathers(self) -> bool:
@@ -112,8 +116,8 @@ class Plan:
         return self.fused and self.counts_few and self.schedule.swapped
 
     def is_few(self, p: Any) -> Any:
-        """Whether a launch has at most a route a thread; traced, where `counts_few`."""
-        return self.schedule.is_few(self.problem, p.num_tokens)
+        """Whether a launch has few routes; traced, where `counts_few`."""
+        return p.num_tokens * self.problem.num_topk <= self.few_routes
 
     @property
     def ring_wraps(self) -> bool:

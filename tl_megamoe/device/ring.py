@@ -399,7 +399,7 @@ class Shared:
     total          local experts         rows received
     first_block    local experts + 1     first pool block, number of blocks at the end
     first_row      local experts + 1     first received row, number of rows at the end
-    routes         threads               of few routes (dispatch.py), the entry of a received row
+    routes         few routes            of few routes (dispatch.py), the entry of a received row
     """
 
     def __init__(self, plan: Plan):
@@ -417,7 +417,7 @@ class Shared:
         self.row_bars = T.alloc_barrier([1] * s.row_slots)
         first = 4 * s.task_slots
         routes = first + problem.num_experts + 3 * local + 2
-        few = s.threads if s.counts_few(problem, plan.recipe) else 0
+        few = s.few_routes(problem, plan.recipe)
         self.tables = alloc_kib((routes + few,), "int32")
         self.tasks = Tasks(s.task_slots, self.tables, 0)
         self.counts = Table(self.tables, first)

@@ -12,7 +12,10 @@ A launch with more pool blocks than the ring holds (layout.py) walks in lag orde
 asked for: linear1 of a block waits until linear2 of the block that had its rows before is done, and
 with a lag below the ring that is behind it in the walk.
 
-In both, all column blocks of a pool block are neighbours, so that its activations stay in L2.
+In lag order all column blocks of a pool block are neighbours, so that its activations stay in L2. In
+wave order so are those of up to GROUP_BLOCKS blocks of an expert, of which each column block comes
+for all of them before the next one does: blocks of the grid that run together read the same
+weights, which come from memory once, not once in each few pool blocks.
 
 The device reads WALK_CUDA, the tests compile the same text for the host, and `task_at` is its Python
 twin for explorer and tests.
@@ -25,7 +28,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 LINEAR1_BIT = 1 << 30
-WALK_CUDA = r"""
+GROUP_BLOCKS = 16
+"""Of 132 tiles of 128 x 256 that run together, 16 blocks and 8 tiles of each have the fewest rows and
+weights to read."""
+WALK_CUDA = (
+    f"#define TLMM_GROUP_BLOCKS {GROUP_BLOCKS}\n"
+    + r"""
 // The expert that owns pool block m: the last one whose first block is not behind m. An expert without rows
 // has its successor's first block and is skipped.
 TLMM_DEV int tlmm_expert_of(const int* first_block, int num_experts, int m) {
@@ -34,6 +42,15 @@ TLMM_DEV int tlmm_expert_of(const int* first_block, int num_experts, int m) {
   return lo; }
 TLMM_DEV int tlmm_linear1_task(int first, int r, int n1) { return (1 << 30) | ((first + r / n1) << 8) | (r % n1); }
 TLMM_DEV int tlmm_linear2_task(int first, int r, int n2) { return ((first + r / n2) << 8) | (r % n2); }
+// Tile r behind pool block `first`, an expert's first, where blocks of an expert come in groups of almost the same size.
+TLMM_DEV int tlmm_grouped_task(const int* first_block, int num_experts, int first, int r, int n) {
+  int block = first + r / n, expert = tlmm_expert_of(first_block, num_experts, block);
+  int begin = first_block[expert], end = first_block[expert + 1];
+  int groups = (end - begin + TLMM_GROUP_BLOCKS - 1) / TLMM_GROUP_BLOCKS, size = (end - begin + groups - 1) / groups;
+  begin += (block - begin) / size * size;
+  if (begin + size < end) end = begin + size;
+  r -= (begin - first) * n;
+  return ((begin + r % (end - begin)) << 8) | (r / (end - begin)); }
 TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int lag_order, int step, int ring, int n1,
                        int n2) {
   int blocks = first_block[num_experts];
@@ -42,8 +59,10 @@ TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int l
     if (!lag_order) step = ring / 4 > 1 ? ring / 4 : 1;
     if (step > ring - 1) step = ring - 1;
     lag_order = 1; }
-  if (n1 == 0) return tlmm_linear2_task(0, index, n2 == 0 ? 1 : n2);
-  if (n2 == 0) return tlmm_linear1_task(0, index, n1);
+  if (n1 == 0 || n2 == 0) {
+    int n = n1 + n2, task = lag_order ? tlmm_linear2_task(0, index, n)
+                                      : tlmm_grouped_task(first_block, num_experts, 0, index, n);
+    return n1 == 0 ? task : 1 << 30 | task; }
   if (lag_order) {
     int lag = step < blocks ? step : blocks;
     if (index < lag * n1) return tlmm_linear1_task(0, index, n1);
@@ -51,16 +70,17 @@ TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int l
     int steady = (blocks - lag) * (n1 + n2);
     if (index >= steady) return tlmm_linear2_task(blocks - lag, index - steady, n2);
     int j = index / (n1 + n2), r = index % (n1 + n2);
-    return r < n1 ? tlmm_linear1_task(lag + j, r, n1) : tlmm_linear2_task(j, r - n1, n2);
-  }
+    return r < n1 ? tlmm_linear1_task(lag + j, r, n1) : tlmm_linear2_task(j, r - n1, n2); }
   int lo = 0, hi = num_experts / step - 1;
   while (lo < hi) {
     int mid = (lo + hi + 1) >> 1;
     if (first_block[mid * step] * (n1 + n2) <= index) lo = mid; else hi = mid - 1; }
   int first = first_block[lo * step], r = index - first * (n1 + n2);
   int linear1 = (first_block[(lo + 1) * step] - first) * n1;
-  return r < linear1 ? tlmm_linear1_task(first, r, n1) : tlmm_linear2_task(first, r - linear1, n2); }
+  return r < linear1 ? 1 << 30 | tlmm_grouped_task(first_block, num_experts, first, r, n1)
+                     : tlmm_grouped_task(first_block, num_experts, first, r - linear1, n2); }
 """
+)
 
 
 class Task(NamedTuple):
@@ -87,6 +107,23 @@ def first_blocks(counts: Sequence[int], block_m: int) -> list[int]:
 def expert_of(first_block: Sequence[int], block: int) -> int:
     """The expert that owns a pool block."""
     return bisect_right(first_block, block, 0, len(first_block) - 1) - 1
+
+
+def group_of(first_block: Sequence[int], block: int) -> range:
+    """The blocks of an expert with which a pool block is walked in wave order."""
+    expert = expert_of(first_block, block)
+    begin, end = first_block[expert : expert + 2]
+    size = -(-(end - begin) // -(-(end - begin) // GROUP_BLOCKS))
+    begin += (block - begin) // size * size
+    return range(begin, min(begin + size, end))
+
+
+def _grouped(first_block: Sequence[int], first: int, r: int, n: int) -> tuple[int, int]:
+    """Pool block and tile of the r-th of `n` tiles a block behind pool block `first`, an expert's
+    first: the twin of `tlmm_grouped_task`."""
+    group = group_of(first_block, first + r // n)
+    tile, within = divmod(r - (group.start - first) * n, len(group))
+    return group.start + within, tile
 
 
 def walk_order(blocks: int, ring_blocks: int, lag_order: bool, step: int) -> tuple[bool, int]:
@@ -120,7 +157,10 @@ def task_at(
     if index >= blocks * both:
         return None
     if n1 == 0 or n2 == 0:
-        return Task(2 if n1 == 0 else 1, index // both, index % both)
+        phase = 2 if n1 == 0 else 1
+        if lag_order:
+            return Task(phase, *divmod(index, both))
+        return Task(phase, *_grouped(first_block, 0, index, both))
     if lag_order:
         lag = min(step, blocks)
         if index < lag * n1:
@@ -138,9 +178,8 @@ def task_at(
     r = index - first * both
     linear1 = (first_block[(wave + 1) * step] - first) * n1
     if r < linear1:
-        return Task(1, first + r // n1, r % n1)
-    r -= linear1
-    return Task(2, first + r // n2, r % n2)
+        return Task(1, *_grouped(first_block, first, r, n1))
+    return Task(2, *_grouped(first_block, first, r - linear1, n2))
 
 
 def walk(

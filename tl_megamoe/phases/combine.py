@@ -30,6 +30,81 @@ def _column(item, chunks: int, width: int, lane):
     return item % chunks * width + lane * LANE_COLUMNS
 
 
+@T.meta_class
+class Item:
+    """One token's slots in a column chunk, of one warp: asked for by `load`, used by `store`.
+
+    Attributes:
+        rows: a lane's vectors, by vector and slot; of an unused slot whatever is there.
+        expert: of each slot.
+    """
+
+    def __init__(self, plan: Plan, p: Params):
+        hidden, lanes = plan.problem.hidden, 32 * LANE_COLUMNS
+        self.plan = plan
+        self.p = p
+        self.topk = plan.problem.num_topk
+        self.lanes = lanes
+        self.vectors = 2 if hidden % (2 * lanes) == 0 else 1
+        self.width = lanes * self.vectors
+        self.chunks = (hidden + self.width - 1) // self.width
+        self.lane = T.get_thread_binding() % 32
+        self.rows = T.alloc_local((self.topk * self.vectors, LANE_COLUMNS), "bfloat16")
+        self.expert = T.alloc_local((self.topk,), "int64")
+
+    def is_inside(self, item):
+        """Whether there is such an item and the lane has columns of it."""
+        inside = item < self.p.num_tokens * self.chunks
+        if self.plan.problem.hidden % self.width:
+            column = _column(item, self.chunks, self.width, self.lane)
+            inside &= column < self.plan.problem.hidden
+        return inside
+
+    @T.inline
+    def load(self, acts, item):
+        """Ask for all rows before the first is waited for."""
+        if self.is_inside(item):
+            for slot in T.unroll(self.topk):
+                self.expert[slot] = self.p.topk_idx[item // self.chunks, slot]
+            for r in T.unroll(self.topk * self.vectors):
+                for u in T.vectorized(LANE_COLUMNS):
+                    self.rows[r, u] = acts[
+                        r % self.topk,
+                        item // self.chunks,
+                        _column(item, self.chunks, self.width, self.lane)
+                        + r // self.topk * self.lanes
+                        + u,
+                    ]
+
+    @T.inline
+    def store(self, item, total, rounded):
+        """Add the slots and write their sum; `total` and `rounded` hold a vector each."""
+        hidden, num_experts = self.plan.problem.hidden, self.plan.problem.num_experts
+        if self.is_inside(item):
+            for v in T.unroll(self.vectors):
+                for u in T.unroll(LANE_COLUMNS):
+                    total[u] = 0.0
+                for slot in T.unroll(self.topk):
+                    for u in T.unroll(LANE_COLUMNS):
+                        total[u] += T.if_then_else(
+                            (self.expert[slot] >= 0) & (self.expert[slot] < num_experts),
+                            T.Cast("float32", self.rows[v * self.topk + slot, u]),
+                            T.float32(0.0),
+                        )
+                for u in T.unroll(LANE_COLUMNS):
+                    rounded[u] = T.Cast("bfloat16", total[u])
+                y_row = T.make_tensor_from_addr(
+                    self.p.y_address
+                    + T.Cast("int64", item // self.chunks) * (hidden * ITEM_BYTES_BF16),
+                    (hidden,),
+                    "bfloat16",
+                )
+                for u in T.vectorized(LANE_COLUMNS):
+                    y_row[
+                        _column(item, self.chunks, self.width, self.lane) + v * self.lanes + u
+                    ] = rounded[u]
+
+
 @T.macro
 def wait_for_rows(plan: Plan, p: Params):
     """Every tile of every block of every rank is done and visible. Role: math, 256 threads."""
@@ -45,57 +120,28 @@ def wait_for_rows(plan: Plan, p: Params):
 
 @T.macro
 def combine(plan: Plan, p: Params, grid_block, wg):
-    """Sum the slots of every token of this rank. Role: math (each warpgroup calls it)."""
-    problem, num_sms = plan.problem, plan.schedule.num_sms
-    hidden, topk = problem.hidden, problem.num_topk
-    lanes = 32 * LANE_COLUMNS
-    vectors = 2 if hidden % (2 * lanes) == 0 else 1  # vectors a lane keeps in flight
-    width = lanes * vectors
-    chunks = (hidden + width - 1) // width
+    """Sum the slots of every token of this rank. Role: math (each warpgroup calls it).
+
+    The rows of a warp's next item are on their way while those of this one are added.
+    """
+    stride = plan.schedule.num_sms * 8
     tx = T.get_thread_binding()
-    lane = tx % 32
     total = T.alloc_local((LANE_COLUMNS,), "float32")
-    rows = T.alloc_local((topk * vectors, LANE_COLUMNS), "bfloat16")
     rounded = T.alloc_local((LANE_COLUMNS,), "bfloat16")
-    expert = T.alloc_local((topk,), "int64")
     acts = peer_tensor(
         plan, p.peers, p.rank, "combine_acts", plan.layout.sections["combine_acts"].shape
     )
+    first = Item(plan, p)
+    second = Item(plan, p)
     item = T.alloc_var("int32")
     item = grid_block * 8 + wg * 4 + (tx - 128 - wg * 128) // 32
-    while item < p.num_tokens * chunks:
-        token = item // chunks
-        if hidden % width == 0 or _column(item, chunks, width, lane) < hidden:
-            for slot in T.unroll(topk):
-                expert[slot] = p.topk_idx[token, slot]
-            # All loads are in flight before the first add; an unused slot is read and dropped.
-            for r in T.unroll(topk * vectors):
-                for u in T.vectorized(LANE_COLUMNS):
-                    rows[r, u] = acts[
-                        r % topk,
-                        token,
-                        _column(item, chunks, width, lane) + r // topk * lanes + u,
-                    ]
-            for v in T.unroll(vectors):
-                for u in T.unroll(LANE_COLUMNS):
-                    total[u] = 0.0
-                for slot in T.unroll(topk):
-                    for u in T.unroll(LANE_COLUMNS):
-                        total[u] += T.if_then_else(
-                            (expert[slot] >= 0) & (expert[slot] < problem.num_experts),
-                            T.Cast("float32", rows[v * topk + slot, u]),
-                            T.float32(0.0),
-                        )
-                for u in T.unroll(LANE_COLUMNS):
-                    rounded[u] = T.Cast("bfloat16", total[u])
-                y_row = T.make_tensor_from_addr(
-                    p.y_address + T.Cast("int64", token) * (hidden * ITEM_BYTES_BF16),
-                    (hidden,),
-                    "bfloat16",
-                )
-                for u in T.vectorized(LANE_COLUMNS):
-                    y_row[_column(item, chunks, width, lane) + v * lanes + u] = rounded[u]
-        item += num_sms * 8
+    first.load(acts, item)
+    while item < p.num_tokens * first.chunks:
+        second.load(acts, item + stride)
+        first.store(item, total, rounded)
+        first.load(acts, item + 2 * stride)
+        second.store(item + stride, total, rounded)
+        item += 2 * stride
 
 
 @T.macro

@@ -17,8 +17,9 @@ l1_arrival_count[block]    block_m x chunks_per_row     all rows of a pool block
 The order of rows inside an expert depends on which block reserved its places first; every row is
 computed alone, so no result depends on it.
 
-One rank with at most a route a thread (few routes) needs neither lists nor the barrier: every block
-reads and counts all routes, in the same order, and so knows the walk and the source of every row.
+One rank with few routes (`Schedule.few_routes`: up to two a thread) needs neither lists nor the
+barrier: every block reads and counts all routes, in the same order, and so knows the walk and the
+source of every row.
 With swapped operands it needs no pool either (gather.py).
 """
 
@@ -27,13 +28,13 @@ from __future__ import annotations
 import tilelang.language as T
 
 from ..device import barriers, trace
-from ..device.matmul import thread_here
 from ..device.plan import Params, Plan
 from ..device.remote import peer_tensor, pull, put, wait_put
 from ..device.ring import Shared
+from ..device.walk import GROUP_BLOCKS
 from ..schedule import BLOCK_K, COUNTER_BITS
 
-ENTRY_ROUTES = 512
+ENTRY_ROUTES = 1024
 """Of an entry of `shared.routes`: expert * ENTRY_ROUTES + route."""
 DISPATCH_CUDA = (
     f"#define TLMM_ENTRY_ROUTES {ENTRY_ROUTES}\n"
@@ -58,29 +59,48 @@ TLMM_DEV void tlmm_scan_counts(const int* received, int* counts, int ranks, int 
     if (x < experts) { total[x] = v; first_block[x] = blocks + sb - nb; first_row[x] = rows + sr - v; }
     blocks += __shfl_sync(0xffffffffu, sb, 31); rows += __shfl_sync(0xffffffffu, sr, 31); }
   if (lane == 0) { first_block[experts] = blocks; first_row[experts] = rows; } }
-// All threads of a block, each with the expert of one route, -1 for none: what tlmm_scan_counts makes, and the entry
-// expert * TLMM_ENTRY_ROUTES + route of every received row, an expert's in the order of routes, which is that of every other block.
-template <int THREADS>
-TLMM_DEV void tlmm_count_few(int expert, void* scratch, int* counts, int experts, int block_m, int* total,
-                             int* first_block, int* first_row, int* entries, int block_barrier) {
-  static_assert(THREADS <= TLMM_ENTRY_ROUTES, "a route does not fit its entry");
-  unsigned char* by_warp = (unsigned char*)scratch;  // of an expert's routes, those of each warp
-  int thread = tlmm_thread(), warp = thread / 32;
-  for (int i = thread; i < THREADS / 32 * experts; i += THREADS) by_warp[i] = 0;
-  tlmm_bar(block_barrier, THREADS);
-  unsigned same = __match_any_sync(0xffffffffu, expert);
-  int place = __popc(same & ((1u << (thread & 31)) - 1));
-  if (expert >= 0 && place == 0) by_warp[warp * experts + expert] = (unsigned char)__popc(same);
+// All threads of a block: what tlmm_scan_counts makes, and the entry expert * TLMM_ENTRY_ROUTES + route of every received
+// row, an expert's in the order of routes, which is that of every other block. A warp counts routes that lie together,
+// 32 at a step; all are on their way before the first is looked at.
+template <int THREADS, int STEPS>
+TLMM_DEV void tlmm_count_few(const int64_t* topk_idx, int routes, void* scratch, int* counts, int experts, int block_m,
+                             int* total, int* first_block, int* first_row, int* entries, int block_barrier) {
+  static_assert(THREADS * STEPS <= TLMM_ENTRY_ROUTES, "a route does not fit its entry");
+  int thread = tlmm_thread(), lane = thread & 31, steps = (routes + THREADS - 1) / THREADS;
+  int first = thread / 32 * steps * 32 + lane;
+  unsigned short* mine = (unsigned short*)scratch + thread / 32 * experts;  // of an expert's routes, those of the warp
+  long long index[STEPS]; int expert[STEPS], place[STEPS];
+  #pragma unroll
+  for (int s = 0; s < STEPS; s++)
+    index[s] = s < steps && first + s * 32 < routes ? topk_idx[first + s * 32] : -1;
+  for (int x = lane; x < experts; x += 32) mine[x] = 0;
+  __syncwarp();
+  #pragma unroll
+  for (int s = 0; s < STEPS; s++) {
+    expert[s] = index[s] >= 0 && index[s] < experts ? (int)index[s] : -1;  // compared before it is narrowed
+    if (s < steps) {
+      unsigned same = __match_any_sync(0xffffffffu, expert[s]);
+      int before = __popc(same & ((1u << lane) - 1)), counted = expert[s] >= 0 ? mine[expert[s]] : 0;
+      place[s] = counted + before;
+      __syncwarp();
+      if (expert[s] >= 0 && before == 0) mine[expert[s]] = (unsigned short)(counted + __popc(same));
+      __syncwarp(); } }
   tlmm_bar(block_barrier, THREADS);
   for (int x = thread; x < experts; x += THREADS) {
-    int n = 0;
-    for (int w = 0; w < THREADS / 32; w++) n += by_warp[w * experts + x];
+    unsigned short* warps = (unsigned short*)scratch + x;
+    int of_warp[THREADS / 32], n = 0;
+    #pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) of_warp[w] = warps[w * experts];
+    #pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) { warps[w * experts] = (unsigned short)n; n += of_warp[w]; }
     counts[x] = n; }
-  if (expert >= 0) for (int w = 0; w < warp; w++) place += by_warp[w * experts + expert];
   tlmm_bar(block_barrier, THREADS);
-  if (warp == 0) tlmm_scan_counts<true>(0, counts, 1, experts, block_m, total, first_block, first_row);
+  if (thread < 32) tlmm_scan_counts<true>(0, counts, 1, experts, block_m, total, first_block, first_row);
   tlmm_bar(block_barrier, THREADS);
-  if (expert >= 0) entries[first_row[expert] + place] = expert * TLMM_ENTRY_ROUTES + thread; }
+  #pragma unroll
+  for (int s = 0; s < STEPS; s++)
+    if (expert[s] >= 0)
+      entries[first_row[expert[s]] + mine[expert[s]] + place[s]] = expert[s] * TLMM_ENTRY_ROUTES + first + s * 32; }
 // Helpers with 32-bit indices: TileLang's own are 64-bit, and take registers that pulling lacks.
 // Entry `within` of list `list` of src_routes, which lies `offset` bytes from the workspace.
 TLMM_DEV int tlmm_route(const void* workspace, long long offset, int list, int length, int within) {
@@ -100,8 +120,8 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
 def warm_l2(plan: Plan, p: Params, grid_block):
     """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
 
-    The guess is exact when every expert receives the same number of rows; a wrong one costs
-    bandwidth only.
+    The guess is exact in wave order when every expert receives the same number of rows; a wrong one
+    costs bandwidth only.
     """
     problem, s = plan.problem, plan.schedule
     tiles = s.linear1_tiles(problem)
@@ -111,7 +131,7 @@ def warm_l2(plan: Plan, p: Params, grid_block):
         // (problem.num_local_experts * s.block_m),
     )
     expert = T.min(grid_block // tiles // blocks_each, problem.num_local_experts - 1)
-    tile = grid_block % tiles
+    tile = grid_block // T.min(blocks_each, GROUP_BLOCKS) % tiles
     block_bytes = BLOCK_K * BLOCK_K
     for b in (0, 1):
         T.call_extern(
@@ -150,18 +170,12 @@ def route(plan: Plan, p: Params, shared: Shared, grid_block):
 @T.macro
 def count_few(plan: Plan, p: Params, shared: Shared):
     """Count the few routes of the only rank, in every block: none waits for another. All threads."""
-    problem = plan.problem
-    expert = T.alloc_var("int32", init=-1)
-    route = T.alloc_var("int32")
-    route = thread_here()
-    if route < p.num_tokens * problem.num_topk:
-        expert = _expert_or_none(
-            p.topk_idx[route // problem.num_topk, route % problem.num_topk], problem.num_experts
-        )
+    problem, threads = plan.problem, plan.schedule.threads
     T.call_extern(
         "handle",
-        f"tlmm_count_few<{plan.schedule.threads}>",
-        expert,
+        f"tlmm_count_few<{threads}, {plan.few_routes // threads}>",
+        T.address_of(p.topk_idx[0, 0]),
+        p.num_tokens * problem.num_topk,
         T.address_of(shared.staging[0, 0]),
         T.address_of(shared.counts[0]),
         problem.num_experts,
