@@ -36,6 +36,7 @@ from .device.tasks import TASKS_CUDA
 from .device.trace import TRACE_CUDA
 from .device.walk import LINEAR1_BIT, WALK_CUDA
 from .phases import combine, dispatch, linear1, linear1_swapped, linear2, linear2_swapped
+from .phases.combine import COMBINE_CUDA
 from .phases.dispatch import DISPATCH_CUDA
 from .phases.gather import GATHER_CUDA
 from .phases.linear1 import LINEAR1_CUDA
@@ -52,6 +53,7 @@ DEVICE_CUDA = (
     + MATMUL_CUDA
     + SCALING_CUDA
     + DISPATCH_CUDA
+    + COMBINE_CUDA
 )
 
 
@@ -189,10 +191,13 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
     if plan.phase == "dispatch":
         # Nobody else waits for the rows here; counters are reset when all are pulled.
         barriers.sync(barriers.BLOCK, plan.schedule.threads)
+    sums = combine.Combine(plan, p, grid_block, wg)
+    if plan.runs("combine"):
+        sums.prepare()
     combine.wait_for_rows(plan, p)
     trace.mark(plan, p, trace.COMBINE_WAIT)
     if plan.runs("combine"):
-        combine.combine(plan, p, grid_block, wg)
+        sums.run()
         trace.mark(plan, p, trace.COMBINE)
     combine.reset_counters(plan, p, shared, grid_block)
     trace.mark(plan, p, trace.RESET)
