@@ -201,16 +201,15 @@ def _tile(
 
 @lru_cache(maxsize=1024)
 def _pool(
-    counts: tuple[int, ...], block_m: int, experts_per_wave: int
+    counts: tuple[int, ...], block_m: int
 ) -> tuple[tuple[int, ...], np.ndarray[Any, np.dtype[Any]]]:
-    """First pool block of every wave, with their number at the end; the rows up to each block."""
+    """First pool block of every expert, with their number at the end; the rows up to each block."""
     first, rows, ends = [0], 0, []
     for count in counts:
         first.append(first[-1] - (-count // block_m))
         ends += [rows + min(count, n * block_m) for n in range(1, first[-1] - first[-2] + 1)]
         rows += count
-    waves = [first[e] for e in range(0, len(counts), experts_per_wave)]
-    return (*waves, first[-1]), np.array(ends, float)
+    return tuple(first), np.array(ends, float)
 
 
 def predict(
@@ -237,8 +236,8 @@ def predict(
     c = constants or BUILT_IN
     counts = uniform_counts(problem, num_tokens) if counts is None else counts
     rows, touched = sum(counts), sum(n > 0 for n in counts)
-    waves, row_ends = _pool(counts, schedule.block_m, schedule.experts_per_wave)
-    blocks, sms = waves[-1], schedule.num_sms
+    first_block, row_ends = _pool(counts, schedule.block_m)
+    blocks, sms = first_block[-1], schedule.num_sms
     tiles = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     scales = (recipe or Recipe()).scales_per_k_block
     tile = [_tiles(problem, schedule, 1, 1, c), _tiles(problem, schedule, 2, scales, c)]
@@ -256,7 +255,7 @@ def predict(
 
     l2 = [total(k, "l2_bytes") * gpu_ranks / (c.l2_tbs * 1e6) for k in (0, 1)]
     weights, h, i = problem.hidden * problem.intermediate, problem.hidden, problem.intermediate
-    # Weights once an expert; a row is read once and its result written once.
+    # Weights once an expert, as in wave order; a row is read once and its result written once.
     hbm = [
         num_bytes * gpu_ranks / (c.hbm_tbs * 1e6)
         for num_bytes in (
@@ -272,7 +271,8 @@ def predict(
         / (sms * schedule.row_slots * max(1, schedule.row_chunk(problem, recipe)))
     )
     walk_us = walk_time(
-        waves,
+        first_block,
+        schedule.experts_per_wave,
         schedule.lag,
         tiles,
         sms,

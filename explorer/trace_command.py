@@ -213,8 +213,7 @@ def report(
 def exchanges_few(schedule: Schedule, config: WorkerConfig, tokens: int) -> bool:
     """Whether the shipped kernel counts these routes in every block and the profiling build does
     not (`Plan.counts_few`)."""
-    few: bool = schedule.is_few(config.problem, tokens, config.recipe)
-    return few and schedule.pingpong and schedule.few_routes(config.problem, config.recipe) > 0
+    return schedule.pingpong and schedule.is_few(config.problem, tokens, config.recipe)
 
 
 def problems_of(trace: Trace, stamped: Stamped) -> list[str]:

@@ -5,11 +5,10 @@ tile waits until its pool block has arrived, a linear2 tile until all linear1 ti
 block are done, and the block of the grid waits with it. Nothing is drawn at random: the same
 arguments give the same time.
 
-All tiles of a pool block and linear cost the same and wait for the same. They are taken for
-neighbours, which in wave order they are not where an expert has several pool blocks
-(device/walk.py): those differ by their last one alone, and are taken one after the other. So blocks
-of the grid that are free at the same time stay together, and the heap holds groups of them: a few a
-pool block, not one a tile.
+In order `lag` all tiles of a pool block and linear are neighbours in the walk, in order `wave`
+those of a group of an expert's blocks, which are all done when the group is; the last, which may
+have fewer rows, counts behind the others. So blocks of the grid that are free at the same time stay
+together, and the heap holds groups of them: a few a segment, not one a tile.
 """
 
 from __future__ import annotations
@@ -20,37 +19,52 @@ from typing import Any
 
 import numpy as np
 
+from tl_megamoe.device.walk import group_of
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @lru_cache(maxsize=256)
 def walk_segments(
-    blocks: int, waves: tuple[int, ...], lag: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Runs of tiles of one pool block and linear, in walk order.
+    first_block: tuple[int, ...], step: int, lag: int
+) -> tuple[tuple[range, range, int], ...]:
+    """Runs of tiles that cost the same and wait for the same, in walk order.
 
     Args:
-        blocks: pool blocks of the launch.
-        waves: first pool block of every wave, and `blocks` at the end; for order `wave`.
+        first_block: first pool block of every expert, and the number of pool blocks at the end.
+        step: experts per wave; for order `wave`.
         lag: distance in pool blocks for order `lag`, 0 for order `wave`.
 
     Returns:
-        The pool blocks, and 0 for linear1 or 1 for linear2.
+        The pool blocks of each, those of its group, and 0 for linear1 or 1 for linear2.
     """
     if lag:
+        blocks = first_block[-1]
         lag = min(lag, blocks)
-        middle = [m for b in range(blocks - lag) for m in (b + lag, b)]
-        block = (*range(lag), *middle, *range(blocks - lag, blocks))
-        return block, (0,) * lag + (0, 1) * (blocks - lag) + (1,) * lag
-    spans = [range(a, b) for a, b in zip(waves, waves[1:], strict=False)]
-    return (
-        tuple(b for span in spans for _ in (0, 1) for b in span),
-        tuple(linear for span in spans for linear in (0, 1) for _ in span),
-    )
+        order = [(b, 0) for b in range(lag)]
+        order += [task for b in range(blocks - lag) for task in ((b + lag, 0), (b, 1))]
+        order += [(b, 1) for b in range(blocks - lag, blocks)]
+        return tuple((range(b, b + 1), range(b, b + 1), linear) for b, linear in order)
+    segments = []
+    for e in range(0, len(first_block) - 1, step):
+        groups, end = [], first_block[e + step]
+        block = first_block[e]
+        while block < end:
+            groups.append(group_of(first_block, block))
+            block = groups[-1].stop
+        segments += [
+            (part, group, linear)
+            for linear in (0, 1)
+            for group in groups
+            for part in (group[:-1], group[-1:])
+            if part
+        ]
+    return tuple(segments)
 
 
 def walk_time(
-    waves: tuple[int, ...],
+    first_block: tuple[int, ...],
+    step: int,
     lag: int,
     tiles: tuple[int, int],
     num_sms: int,
@@ -61,7 +75,8 @@ def walk_time(
     """When the last tile is done, in the unit of `costs`.
 
     Args:
-        waves: first pool block of every wave, and the number of pool blocks at the end.
+        first_block: first pool block of every expert, and the number of pool blocks at the end.
+        step: experts per wave; for order `wave`.
         lag: distance in pool blocks for order `lag`, 0 for order `wave`.
         tiles: linear1 and linear2 tiles of a pool block.
         num_sms: blocks of the grid.
@@ -69,15 +84,15 @@ def walk_time(
         arrivals: when each pool block has its rows.
         publish: from a tile's end until its result can be read (a hidden epilogue).
     """
-    blocks = waves[-1]
+    blocks = first_block[-1]
     if blocks == 0:
         return 0.0
     arrived, cost_of = arrivals.tolist(), [c.tolist() for c in costs]
     done = [0.0] * blocks
     free = [(0.0, num_sms)]  # when, how many
-    for block, linear in zip(*walk_segments(blocks, waves, lag), strict=True):
-        left, cost = tiles[linear], cost_of[linear][block]
-        ready = done[block] if linear else arrived[block]
+    for part, group, linear in walk_segments(first_block, step, lag):
+        left, last = tiles[linear] * len(part), part[-1]
+        cost, ready = cost_of[linear][last], (done if linear else arrived)[last]
         finish, taken = -1.0, 0
         while left:
             if taken and (not free or finish <= free[0][0]):
@@ -88,12 +103,13 @@ def walk_time(
                 heappush(free, (time, count - left))
                 count = left
             left -= count
-            end = max(time, ready) + cost
-            if taken and end != finish:
+            over = max(time, ready) + cost
+            if taken and over != finish:
                 heappush(free, (finish, taken))
                 taken = 0
-            finish, taken = end, taken + count
+            finish, taken = over, taken + count
         heappush(free, (finish, taken))
         if not linear:
-            done[block] = finish + publish
+            finish = max(finish + publish, done[group.start])
+            done[group.start : group.stop] = [finish] * len(group)
     return max(free)[0]

@@ -490,6 +490,11 @@ def test_the_grid_and_shared_memory_are_no_part_of_the_text() -> None:
 
 
 def test_a_phase_alone_reads_fewer_fields() -> None:
-    assert key(phase="linear1", experts_per_wave=1) == key(phase="linear1", order="lag", lag=3)
+    assert key(phase="combine", experts_per_wave=1) == key(phase="combine", order="lag", lag=3)
+    for phase in ("linear1", "linear2"):
+        by_block = key(phase=phase, order="lag", lag=3)
+        assert key(phase=phase, experts_per_wave=1) == key(phase=phase, experts_per_wave=2)
+        assert key(phase=phase, experts_per_wave=1) != by_block
+        assert key(phase=phase, order="lag", lag=2) == by_block
     assert key(phase="linear2", prefetch=1) == key(phase="linear2", prefetch=2)
     assert key(phase="dispatch", prefetch=1) != key(phase="dispatch", prefetch=2)

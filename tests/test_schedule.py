@@ -106,9 +106,15 @@ def test_few_routes_take_no_room_from_row_chunks() -> None:
     assert Schedule(block_m=128, stages=3).few_routes(FLASH) == most
     assert few.few_routes(dataclasses.replace(FLASH, num_experts=682)) == most
     assert few.few_routes(dataclasses.replace(FLASH, num_experts=683)) == 0  # no scratch for them
+    tight = [Schedule(block_m=64, stages=5, dispatch_warps=1, rows_in_flight=n) for n in (2, 3, 4)]
+    assert [schedule.few_routes(FLASH) for schedule in tight] == [0, 384, 0]
+    for routes, schedule in ((384, tight[1]), (768, few)):
+        assert schedule.is_few(FLASH, routes // 6)
+        assert not schedule.is_few(FLASH, routes // 6 + 1)
     none = Schedule(block_m=64, stages=6)
     assert not none.row_chunk(FLASH)
     assert none.few_routes(FLASH) == 0
+    assert not none.is_few(FLASH, 0)
 
 
 @given(schedules)

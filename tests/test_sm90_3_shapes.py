@@ -104,6 +104,15 @@ def test_edge_sizes(problem: Problem, mode: str, shared_seed: int) -> None:
 
 
 @modes
+@pytest.mark.parametrize("tokens", [384, 385, 768, 769])
+def test_the_last_few_routes_and_the_first_many(tokens: int, mode: str, shared_seed: int) -> None:
+    problem = ODD["topk1"]
+    w = world(problem, SMALL_CAPACITY)
+    w.fill(tokens, shared_seed, "zipf:1.0", 0.1)
+    w.check(of_mode(edge_schedules(problem), mode))
+
+
+@modes
 def test_more_than_2_to_the_31_elements(mode: str, shared_seed: int) -> None:
     """Every row is computed alone, so the reference of a few tokens is enough.
 

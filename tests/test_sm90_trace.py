@@ -24,7 +24,7 @@ from tl_megamoe.schedule import default_schedule
 
 pytestmark = pytest.mark.sm90
 
-TOKENS, FEW_TOKENS = 300, 100
+TOKENS, FEW_TOKENS = 300, 200
 """Whose routes the blocks count together, and alone; of pingpong1 only the shipped kernel does."""
 SAME_NS = 2000
 """What %globaltimer may be off between two SMs, or from one reading to the next."""
@@ -140,7 +140,7 @@ def test_times_are_in_order(name: str, tokens: int) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, table = tmp_path / "t.json", tmp_path / "s.csv"
-    sizes = "--hidden 512 --intermediate 256 --num-experts 8 --num-topk 2 --num-ranks 1".split()
+    sizes = "--hidden 512 --intermediate 256 --num-experts 8 --num-topk 3 --num-ranks 1".split()
     argv = ["trace", *sizes, "--tokens", str(TOKENS), "--capacity", str(SMALL_CAPACITY)]
     argv += ["--schedule", "default", "--out", str(out), "--summary", str(table)]
     assert main(argv) == 0, capsys.readouterr().err

@@ -18,7 +18,9 @@ from tl_megamoe.device.walk import (
     Task,
     expert_of,
     first_blocks,
+    first_tile,
     group_of,
+    group_size,
     task_at,
     walk,
 )
@@ -141,6 +143,21 @@ def test_a_group_reads_each_weight_tile_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("lag_order", [False, True])
+def test_the_first_tiles_of_equal_experts_are_known(lag_order: bool) -> None:
+    """What dispatch asks for before it knows the counts."""
+    for blocks_each in range(1, 2 * GROUP_BLOCKS if lag_order else GROUP_BLOCKS + 1):
+        together = 1 if lag_order else group_size(blocks_each)
+        for tiles in (1, 2, 16, 24):
+            first_block = [blocks_each * expert for expert in range(33)]
+            for index in range(min(132, first_block[-1] * tiles)):
+                task = task_at(index, first_block, lag_order, 10**6 if lag_order else 32, tiles, 7)
+                assert task is not None
+                if task.phase == 1:
+                    assert task.tile == first_tile(index, blocks_each, tiles, together)
+                    assert expert_of(first_block, task.block) == index // tiles // blocks_each
+
+
 def test_lag_is_kept(seed: int) -> None:
     for first_block, lag_order, step, n1, n2 in random_cases(seed):
         if not lag_order:
@@ -169,9 +186,27 @@ def test_device_text_is_the_twin(device: DeviceWalk, seed: int) -> None:
             arguments = (index, first_block, lag_order, step, n1, n2)
             assert device.task(*arguments) == task_at(*arguments)
         for only in ((n1, 0), (0, n2)):
-            index = rng.randrange(first_block[-1] * sum(only) + 1)
-            arguments = (index, first_block, lag_order, step, *only)
-            assert device.task(*arguments) == task_at(*arguments)
+            end = first_block[-1] * sum(only)
+            for index in {0, end - 1, end, *(rng.randrange(end + 1) for _ in range(5))} - {-1}:
+                arguments = (index, first_block, lag_order, step, *only)
+                assert device.task(*arguments) == task_at(*arguments)
+
+
+def test_a_linear_alone_walks_every_tile_once_in_one_wave(seed: int) -> None:
+    for number, (first_block, lag_order, step, n1, n2) in enumerate(random_cases(seed)):
+        if number % 10:
+            continue
+        for phase, only in ((1, (n1, 0)), (2, (0, n2))):
+            tasks = list(walk(first_block, lag_order, step, *only))
+            assert len(set(tasks)) == len(tasks) == first_block[-1] * sum(only)
+            assert {t.phase for t in tasks} <= {phase}
+            stages = [
+                (t.block, t.tile)
+                if lag_order
+                else (group_of(first_block, t.block).start, t.tile, t.block)
+                for t in tasks
+            ]
+            assert stages == sorted(stages)
 
 
 def test_static_striding_cannot_deadlock(seed: int) -> None:

@@ -226,16 +226,16 @@ class Schedule:
             return 0
         return self.threads * shared_memory.few_steps(self, problem, recipe or Recipe())
 
-    def is_few(self, problem: Problem, num_tokens: Any, recipe: Recipe | None = None) -> Any:
-        """Whether so many tokens, a number or traced, have few routes."""
-        return num_tokens * problem.num_topk <= self.few_routes(problem, recipe)
+    def is_few(self, problem: Problem, num_tokens: int, recipe: Recipe | None = None) -> bool:
+        """Whether every block of a launch counts all routes of so many tokens."""
+        most = self.few_routes(problem, recipe)
+        return most > 0 and num_tokens * problem.num_topk <= most
 
     def launch_gathers(self, problem: Problem, num_tokens: int, recipe: Recipe | None) -> bool:
         """Whether a fused launch loads linear1's rows from their tokens, not through the pool
         (phases/gather.py): with swapped operands, where it has few routes. It leaves nothing in
         `l1_acts`, `l1_acts_sf`, `l1_topk_weights` and `token_src_metadata`."""
-        few: bool = self.is_few(problem, num_tokens, recipe)
-        return few and self.swapped and self.few_routes(problem, recipe) > 0
+        return self.swapped and self.is_few(problem, num_tokens, recipe)
 
     def smem_bytes(self, problem: Problem, recipe: Recipe | None = None) -> int:
         """Shared memory that a block takes, static and dynamic, in bytes."""

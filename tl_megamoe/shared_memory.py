@@ -14,6 +14,8 @@ SMEM_LIMIT_BYTES = 227 * 1024
 """Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
 MAX_ROW_CHUNK = 2048
 STAGING_BYTES = 16 * 1024
+FEW_COUNT_BYTES = 2
+"""Of few routes, what those of an expert in a warp, and before it, are counted in."""
 MAX_FEW_STEPS = 2
 """Of few routes, those that a thread counts at most. With more, counting alone saves nothing, and
 rows come faster through the pool than from their tokens (results/notes.md)."""
@@ -56,8 +58,8 @@ def row_chunk(schedule: Schedule, problem: Problem, recipe: Recipe, few_routes: 
 
 def few_steps(schedule: Schedule, problem: Problem, recipe: Recipe) -> int:
     """Routes a thread for which there is room: their table beside row chunks as large as without
-    it, and what they are counted in, two bytes an expert and warp, in the staging buffer."""
-    if schedule.threads // 32 * problem.num_experts * 2 > STAGING_BYTES:
+    it, and what they are counted in, a number an expert and warp, in the staging buffer."""
+    if schedule.threads // 32 * problem.num_experts * FEW_COUNT_BYTES > STAGING_BYTES:
         return 0
     chunk = row_chunk(schedule, problem, recipe)
     for steps in range(MAX_FEW_STEPS if chunk else 0, 0, -1):

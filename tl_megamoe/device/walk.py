@@ -5,7 +5,7 @@ begins with task b and claims every other (device/lookahead.py), in this order. 
 linear2 tile behind all linear1 tiles of its pool block, so that a wait for them cannot deadlock
 while all blocks are resident.
 
-wave: experts in groups of `experts_per_wave`; all linear1 tiles of a group, then all its linear2 tiles.
+wave: experts in waves of `experts_per_wave`; all linear1 tiles of a wave, then all its linear2 tiles.
 lag:  the linear2 tiles of a pool block follow the linear1 tiles of the block `lag` further on.
 
 A launch with more pool blocks than the ring holds (layout.py) walks in lag order whatever it was
@@ -15,7 +15,8 @@ with a lag below the ring that is behind it in the walk.
 In lag order all column blocks of a pool block are neighbours, so that its activations stay in L2. In
 wave order so are those of up to GROUP_BLOCKS blocks of an expert, of which each column block comes
 for all of them before the next one does: blocks of the grid that run together read the same
-weights, which come from memory once, not once in each few pool blocks.
+weights, which come from memory once, not once in each few pool blocks. A wave's last group is done
+as a whole, so that waves of an expert or two wait at their ends.
 
 The device reads WALK_CUDA, the tests compile the same text for the host, and `task_at` is its Python
 twin for explorer and tests.
@@ -109,11 +110,23 @@ def expert_of(first_block: Sequence[int], block: int) -> int:
     return bisect_right(first_block, block, 0, len(first_block) - 1) - 1
 
 
+def group_size(blocks: Any) -> Any:
+    """Pool blocks of a group, but the last, of an expert with so many; a number or traced."""
+    groups = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
+    return (blocks + groups - 1) // groups
+
+
+def first_tile(index: Any, blocks_each: Any, tiles: Any, together: Any) -> Any:
+    """The linear1 tile at an early position of the walk, where every expert has `blocks_each` pool
+    blocks, of which `together` walk tile by tile: all of them, or one in lag order."""
+    return index % (tiles * blocks_each) // together % tiles
+
+
 def group_of(first_block: Sequence[int], block: int) -> range:
     """The blocks of an expert with which a pool block is walked in wave order."""
     expert = expert_of(first_block, block)
     begin, end = first_block[expert : expert + 2]
-    size = -(-(end - begin) // -(-(end - begin) // GROUP_BLOCKS))
+    size = group_size(end - begin)
     begin += (block - begin) // size * size
     return range(begin, min(begin + size, end))
 

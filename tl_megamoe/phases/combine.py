@@ -27,6 +27,20 @@ TLMM_DEV long long tlmm_load_now(const void* p) {
 """
 LANE_COLUMNS = 8
 """Columns of one 16-byte BF16 load."""
+OTHER_REGISTERS = 72
+"""Of a math thread, those that hold no rows or experts while it combines."""
+
+
+def items_in_flight(hidden: int, num_topk: int, math_registers: int) -> tuple[int, int]:
+    """Items of a warp that are under way at once, and vectors of a lane in each.
+
+    A slot takes four registers a vector and two for its expert.
+    """
+    for items, vectors in ((2, 2), (2, 1)):
+        fits = items * num_topk * (4 * vectors + 2) <= math_registers - OTHER_REGISTERS
+        if fits and (vectors == 1 or hidden % (2 * 32 * LANE_COLUMNS) == 0):
+            return items, vectors
+    return 1, 1
 
 
 def _load_now(tensor, *index):
@@ -49,14 +63,14 @@ class Item:
         expert: of each slot.
     """
 
-    def __init__(self, plan: Plan, p: Params):
+    def __init__(self, plan: Plan, p: Params, vectors: int):
         hidden, lanes = plan.problem.hidden, 32 * LANE_COLUMNS
         self.plan = plan
         self.p = p
         self.topk = plan.problem.num_topk
         self.lanes = lanes
-        self.vectors = 2 if hidden % (2 * lanes) == 0 else 1
-        self.width = lanes * self.vectors
+        self.vectors = vectors
+        self.width = lanes * vectors
         self.chunks = (hidden + self.width - 1) // self.width
         self.lane = T.get_thread_binding() % 32
         self.rows = T.alloc_local((self.topk * self.vectors, LANE_COLUMNS), "bfloat16")
@@ -136,8 +150,7 @@ def wait_for_rows(plan: Plan, p: Params):
 class Combine:
     """Sums the slots of every token of this rank. Role: math (each warpgroup calls it).
 
-    What does not depend on the rows is read before they are waited for: with few tokens that is a
-    third of the time behind the wait.
+    What does not depend on the rows is read before they are waited for.
     """
 
     def __init__(self, plan: Plan, p: Params, grid_block, wg):
@@ -145,8 +158,12 @@ class Combine:
         self.p = p
         self.stride = plan.schedule.num_sms * 8
         self.first_item = grid_block * 8 + wg * 4 + (T.get_thread_binding() - 128 - wg * 128) // 32
-        self.first = Item(plan, p)
-        self.second = Item(plan, p)
+        problem = plan.problem
+        self.items, vectors = items_in_flight(
+            problem.hidden, problem.num_topk, plan.schedule.math_registers
+        )
+        self.first = Item(plan, p, vectors)
+        self.second = Item(plan, p, vectors) if self.items == 2 else None
         self.item = T.alloc_var("int32")
         self.base = T.alloc_var("int64")
         self.total = T.alloc_local((LANE_COLUMNS,), "float32")
@@ -167,13 +184,15 @@ class Combine:
         acts = T.make_tensor_from_addr(self.base[0] + section.offset, section.shape, section.dtype)
         self.first.load_rows(acts, self.item[0])
         while self.item[0] < self.p.num_tokens * self.first.chunks:
-            self.second.load_experts(self.item[0] + self.stride)
-            self.second.load_rows(acts, self.item[0] + self.stride)
+            if self.items == 2:
+                self.second.load_experts(self.item[0] + self.stride)
+                self.second.load_rows(acts, self.item[0] + self.stride)
             self.first.store(self.item[0], self.total, self.rounded)
-            self.item[0] = self.item[0] + 2 * self.stride
+            self.item[0] = self.item[0] + self.items * self.stride
             self.first.load_experts(self.item[0])
             self.first.load_rows(acts, self.item[0])
-            self.second.store(self.item[0] - self.stride, self.total, self.rounded)
+            if self.items == 2:
+                self.second.store(self.item[0] - self.stride, self.total, self.rounded)
 
 
 @T.macro

@@ -31,13 +31,14 @@ from ..device import barriers, trace
 from ..device.plan import Params, Plan
 from ..device.remote import peer_tensor, pull, put, wait_put
 from ..device.ring import Shared
-from ..device.walk import GROUP_BLOCKS
+from ..device.walk import first_tile, group_size
 from ..schedule import BLOCK_K, COUNTER_BITS
+from ..shared_memory import FEW_COUNT_BYTES
 
 ENTRY_ROUTES = 1024
 """Of an entry of `shared.routes`: expert * ENTRY_ROUTES + route."""
 DISPATCH_CUDA = (
-    f"#define TLMM_ENTRY_ROUTES {ENTRY_ROUTES}\n"
+    f"#define TLMM_ENTRY_ROUTES {ENTRY_ROUTES}\n#define TLMM_FEW_COUNT_BYTES {FEW_COUNT_BYTES}\n"
     + r"""
 // One warp: received counts (source rank x local expert) -> shared copy, unless they are COUNTED there already, rows by
 // expert, first pool block and first row of every expert, with the totals at the end.
@@ -66,6 +67,7 @@ template <int THREADS, int STEPS>
 TLMM_DEV void tlmm_count_few(const int64_t* topk_idx, int routes, void* scratch, int* counts, int experts, int block_m,
                              int* total, int* first_block, int* first_row, int* entries, int block_barrier) {
   static_assert(THREADS * STEPS <= TLMM_ENTRY_ROUTES, "a route does not fit its entry");
+  static_assert(sizeof(unsigned short) == TLMM_FEW_COUNT_BYTES, "shared memory has room for other numbers");
   int thread = tlmm_thread(), lane = thread & 31, steps = (routes + THREADS - 1) / THREADS;
   int first = thread / 32 * steps * 32 + lane;
   unsigned short* mine = (unsigned short*)scratch + thread / 32 * experts;  // of an expert's routes, those of the warp
@@ -120,8 +122,8 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
 def warm_l2(plan: Plan, p: Params, grid_block):
     """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
 
-    The guess is exact in wave order when every expert receives the same number of rows; a wrong one
-    costs bandwidth only.
+    The guess is exact when every expert receives the same number of rows, in one group of blocks,
+    and the walk is in the order asked for; a wrong one costs bandwidth only.
     """
     problem, s = plan.problem, plan.schedule
     tiles = s.linear1_tiles(problem)
@@ -131,7 +133,8 @@ def warm_l2(plan: Plan, p: Params, grid_block):
         // (problem.num_local_experts * s.block_m),
     )
     expert = T.min(grid_block // tiles // blocks_each, problem.num_local_experts - 1)
-    tile = grid_block // T.min(blocks_each, GROUP_BLOCKS) % tiles
+    together = T.if_then_else(p.lag_order == 1, 1, group_size(blocks_each))
+    tile = first_tile(grid_block, blocks_each, tiles, together)
     block_bytes = BLOCK_K * BLOCK_K
     for b in (0, 1):
         T.call_extern(
@@ -310,7 +313,7 @@ def pull_rows(plan: Plan, p: Params, shared: Shared, grid_block):
     """Bring this block's share of the received rows into the pool. Role: dispatch, every warp.
 
     Lanes 0..rows_in_flight-1 own one chunk slot each; chunks go round the grid in pool order, so that
-    the experts the walk starts with are complete first. The last row of an expert also reports for
+    the groups of blocks the walk starts with are complete first. The last row of an expert also reports for
     the padding rows of its block. Where the ring wraps, a chunk waits until linear1 has read the
     block whose rows it takes.
 
