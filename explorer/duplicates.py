@@ -35,24 +35,20 @@ def launch_key(
             the walk really takes (`device.walk.walk_order`): where the ring wraps a schedule in
             wave order walks in lag order, and a lag beyond the last block is no other than that
             block. None compares the schedules' own fields.
-        phase: what is timed; the walk reaches `fused` and the linears, of which each alone is
-            walked in one wave, and prefetch `fused` and `dispatch`.
+        phase: what is timed; the walk's order reaches `fused` alone, prefetch `dispatch` too.
     """
     lag_order = schedule.order == "lag"
     step = schedule.lag if lag_order else schedule.experts_per_wave
     walks: tuple[tuple[bool, int], ...] = ()
-    if phase not in ("dispatch", "combine"):
+    if phase == "fused" and counts is None:
         walks = ((lag_order, step),)
-        if counts is not None:
-            ring = make_layout(problem, capacity).ring_blocks(schedule.block_m)
-            blocks = [first_blocks(received, schedule.block_m)[-1] for received in counts]
-            orders = [walk_order(n, ring, lag_order, step) for n in blocks]
-            # The device cuts a lag at the number of blocks (`tlmm_task`).
-            walks = tuple(
-                (lag, min(by, n) if lag else by)
-                for n, (lag, by) in zip(blocks, orders, strict=True)
-            )
-        if phase != "fused":
-            walks = tuple((lag, 0) for lag, _ in walks)
+    elif phase == "fused" and counts is not None:
+        ring = make_layout(problem, capacity).ring_blocks(schedule.block_m)
+        blocks = [first_blocks(received, schedule.block_m)[-1] for received in counts]
+        orders = [walk_order(n, ring, lag_order, step) for n in blocks]
+        # The device cuts a lag at the number of blocks (`tlmm_task`).
+        walks = tuple(
+            (lag, min(by, n) if lag else by) for n, (lag, by) in zip(blocks, orders, strict=True)
+        )
     prefetch = schedule.prefetch if phase in ("fused", "dispatch") else None
     return (report.source_hash, report.smem_bytes, schedule.num_sms, walks, prefetch)

@@ -5,10 +5,10 @@ tile waits until its pool block has arrived, a linear2 tile until all linear1 ti
 block are done, and the block of the grid waits with it. Nothing is drawn at random: the same
 arguments give the same time.
 
-In order `lag` all tiles of a pool block and linear are neighbours in the walk, in order `wave`
-those of a group of an expert's blocks, which are all done when the group is; the last, which may
-have fewer rows, counts behind the others. So blocks of the grid that are free at the same time stay
-together, and the heap holds groups of them: a few a segment, not one a tile.
+The tiles of a group of an expert's pool blocks are neighbours in the walk. Its blocks are all done
+when the group is, and the last, which may have fewer rows, counts behind the others. So blocks of
+the grid that are free at the same time stay together, and the heap holds groups of them: a few a
+segment, not one a tile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tl_megamoe.device.walk import group_of
+from tl_megamoe.device.walk import groups_between, turn_blocks
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,28 +38,26 @@ def walk_segments(
     Returns:
         The pool blocks of each, those of its group, and 0 for linear1 or 1 for linear2.
     """
+    blocks = first_block[-1]
+    runs: list[tuple[int, int, int]] = []  # first block, last, linear
     if lag:
-        blocks = first_block[-1]
         lag = min(lag, blocks)
-        order = [(b, 0) for b in range(lag)]
-        order += [task for b in range(blocks - lag) for task in ((b + lag, 0), (b, 1))]
-        order += [(b, 1) for b in range(blocks - lag, blocks)]
-        return tuple((range(b, b + 1), range(b, b + 1), linear) for b, linear in order)
-    segments = []
-    for e in range(0, len(first_block) - 1, step):
-        groups, end = [], first_block[e + step]
-        block = first_block[e]
-        while block < end:
-            groups.append(group_of(first_block, block))
-            block = groups[-1].stop
-        segments += [
-            (part, group, linear)
-            for linear in (0, 1)
-            for group in groups
-            for part in (group[:-1], group[-1:])
-            if part
-        ]
-    return tuple(segments)
+        rest, turn = blocks - lag, turn_blocks(lag)
+        runs.append((0, lag, 0))
+        for begin in range(0, rest, turn):
+            end = min(begin + turn, rest)
+            runs += [(lag + begin, lag + end, 0), (begin, end, 1)]
+        runs.append((rest, blocks, 1))
+    else:
+        waves = (*first_block[:-1:step], blocks)
+        runs = [(*wave, k) for wave in zip(waves, waves[1:], strict=False) for k in (0, 1)]
+    return tuple(
+        (part, group, linear)
+        for first, end, linear in runs
+        for group in groups_between(first_block, first, end)
+        for part in (group[:-1], group[-1:])
+        if part
+    )
 
 
 def walk_time(

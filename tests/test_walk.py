@@ -20,7 +20,6 @@ from tl_megamoe.device.walk import (
     first_blocks,
     first_tile,
     group_of,
-    group_size,
     task_at,
     walk,
 )
@@ -143,18 +142,26 @@ def test_a_group_reads_each_weight_tile_once() -> None:
     ]
 
 
+def test_in_lag_order_groups_end_with_the_turn() -> None:
+    """Two blocks before the others' linear1, then two blocks in turn: the expert's third is alone."""
+    assert list(walk([0, 3, 4], True, 2, 2, 1)) == [
+        *(Task(1, block, tile) for tile in (0, 1) for block in (0, 1)),
+        *(Task(1, block, tile) for block in (2, 3) for tile in (0, 1)),
+        *(Task(2, block, 0) for block in (0, 1, 2, 3)),
+    ]
+
+
 @pytest.mark.parametrize("lag_order", [False, True])
 def test_the_first_tiles_of_equal_experts_are_known(lag_order: bool) -> None:
     """What dispatch asks for before it knows the counts."""
-    for blocks_each in range(1, 2 * GROUP_BLOCKS if lag_order else GROUP_BLOCKS + 1):
-        together = 1 if lag_order else group_size(blocks_each)
+    for blocks_each in range(1, GROUP_BLOCKS + 1):
         for tiles in (1, 2, 16, 24):
             first_block = [blocks_each * expert for expert in range(33)]
             for index in range(min(132, first_block[-1] * tiles)):
                 task = task_at(index, first_block, lag_order, 10**6 if lag_order else 32, tiles, 7)
                 assert task is not None
                 if task.phase == 1:
-                    assert task.tile == first_tile(index, blocks_each, tiles, together)
+                    assert task.tile == first_tile(index, blocks_each, tiles)
                     assert expert_of(first_block, task.block) == index // tiles // blocks_each
 
 
@@ -200,12 +207,7 @@ def test_a_linear_alone_walks_every_tile_once_in_one_wave(seed: int) -> None:
             tasks = list(walk(first_block, lag_order, step, *only))
             assert len(set(tasks)) == len(tasks) == first_block[-1] * sum(only)
             assert {t.phase for t in tasks} <= {phase}
-            stages = [
-                (t.block, t.tile)
-                if lag_order
-                else (group_of(first_block, t.block).start, t.tile, t.block)
-                for t in tasks
-            ]
+            stages = [(group_of(first_block, t.block).start, t.tile, t.block) for t in tasks]
             assert stages == sorted(stages)
 
 

@@ -54,11 +54,11 @@ class Schedule:
         stages: depth of the operand ring in K blocks.
         experts_per_wave: experts whose linear1 tiles all precede their linear2 tiles; divides
             `num_local_experts`. With order `lag` it must be `num_local_experts`.
-        order: `wave`, or `lag`: linear2 tiles of a pool block follow its linear1 tiles at a fixed
-            distance. A launch of many ranks that receives more pool blocks than the ring holds
-            (layout.py) walks in lag order whatever this says (`device.walk.walk_order`).
+        order: `wave`, or `lag`: linear1 and linear2 of up to 32 pool blocks come in turn, linear2
+            at a fixed distance. A launch of many ranks that receives more pool blocks than the ring
+            holds (layout.py) walks in lag order whatever this says (`device.walk.walk_order`).
         lag: that distance in pool blocks; 0 with order `wave`. Where the ring wraps it is cut to
-            below the ring, and a quarter of the ring with order `wave`.
+            half the ring, and a quarter of the ring with order `wave`.
         dispatch_warps: warps that pull rows, 1 to 3.
         load_warps: 2: one warp loads A and its scales, one B. 1: one warp loads both.
         load_registers, math_registers: registers a thread after the roles split (the dispatch and

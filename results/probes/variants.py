@@ -16,7 +16,8 @@ rs and ss are flags of rows_split.patch on b64b067: warpgroups split rows, with 
 from shared memory. pdl, late and wx are those of dependent_launch.patch on 5eff42e; early, pair, ss
 and skew those of look_ahead.patch on 70ab78d. new and pre are those of uniform_ring.patch on
 b1e471a; early, store and touch those of read_early.patch on 467d657; quad, wsf, late, zero, few,
-pace1, pace2, tlb1 and tlb2 those of few_routes.patch on 438e93e.
+pace1, pace2, tlb1 and tlb2 those of few_routes.patch on 438e93e; gN, oldc, few0, wx and bN those of
+walk_groups.patch on 0af0d14.
 prefetch_ring.patch is for a195d07 and has none. PROBLEM names another preset.
 
 Fused variants are compared with the reference and with the first one, to the bit.

@@ -6,17 +6,17 @@ linear2 tile behind all linear1 tiles of its pool block, so that a wait for them
 while all blocks are resident.
 
 wave: experts in waves of `experts_per_wave`; all linear1 tiles of a wave, then all its linear2 tiles.
-lag:  the linear2 tiles of a pool block follow the linear1 tiles of the block `lag` further on.
+lag:  linear1 of the first `lag` pool blocks; then in turn linear1 of the next blocks and linear2 of as
+      many, `lag` before them; last linear2 of the last. In turn are 32 blocks, at most `lag`.
 
 A launch with more pool blocks than the ring holds (layout.py) walks in lag order whatever it was
 asked for: linear1 of a block waits until linear2 of the block that had its rows before is done, and
-with a lag below the ring that is behind it in the walk.
+with a lag of at most half the ring that is behind it in the walk.
 
-In lag order all column blocks of a pool block are neighbours, so that its activations stay in L2. In
-wave order so are those of up to GROUP_BLOCKS blocks of an expert, of which each column block comes
-for all of them before the next one does: blocks of the grid that run together read the same
-weights, which come from memory once, not once in each few pool blocks. A wave's last group is done
-as a whole, so that waves of an expert or two wait at their ends.
+Where several pool blocks of an expert follow each other, up to GROUP_BLOCKS of them take a column
+block one after the other, then the next: blocks of the grid that run together read the same weights,
+which come from memory once, not once in each few pool blocks, while the group's rows stay in L2. A
+group is done as a whole, so that waves of an expert or two wait at their ends.
 
 The device reads WALK_CUDA, the tests compile the same text for the host, and `task_at` is its Python
 twin for explorer and tests.
@@ -32,8 +32,10 @@ LINEAR1_BIT = 1 << 30
 GROUP_BLOCKS = 16
 """Of 132 tiles of 128 x 256 that run together, 16 blocks and 8 tiles of each have the fewest rows and
 weights to read."""
+TURN_BLOCKS = 32
+"""In lag order, twice a group: most experts' blocks are not parted by the end of a turn."""
 WALK_CUDA = (
-    f"#define TLMM_GROUP_BLOCKS {GROUP_BLOCKS}\n"
+    f"#define TLMM_GROUP_BLOCKS {GROUP_BLOCKS}\n#define TLMM_TURN_BLOCKS {TURN_BLOCKS}\n"
     + r"""
 // The expert that owns pool block m: the last one whose first block is not behind m. An expert without rows
 // has its successor's first block and is skipped.
@@ -41,12 +43,11 @@ TLMM_DEV int tlmm_expert_of(const int* first_block, int num_experts, int m) {
   int lo = 0, hi = num_experts - 1;
   while (lo < hi) { int mid = (lo + hi + 1) >> 1; if (first_block[mid] <= m) lo = mid; else hi = mid - 1; }
   return lo; }
-TLMM_DEV int tlmm_linear1_task(int first, int r, int n1) { return (1 << 30) | ((first + r / n1) << 8) | (r % n1); }
-TLMM_DEV int tlmm_linear2_task(int first, int r, int n2) { return ((first + r / n2) << 8) | (r % n2); }
-// Tile r behind pool block `first`, an expert's first, where blocks of an expert come in groups of almost the same size.
-TLMM_DEV int tlmm_grouped_task(const int* first_block, int num_experts, int first, int r, int n) {
+// Tile r of the pool blocks from `first` to `end`, where blocks of an expert come in groups of almost the same size.
+TLMM_DEV int tlmm_grouped_task(const int* first_block, int num_experts, int first, int end, int r, int n) {
   int block = first + r / n, expert = tlmm_expert_of(first_block, num_experts, block);
-  int begin = first_block[expert], end = first_block[expert + 1];
+  int begin = first_block[expert] > first ? first_block[expert] : first;
+  if (first_block[expert + 1] < end) end = first_block[expert + 1];
   int groups = (end - begin + TLMM_GROUP_BLOCKS - 1) / TLMM_GROUP_BLOCKS, size = (end - begin + groups - 1) / groups;
   begin += (block - begin) / size * size;
   if (begin + size < end) end = begin + size;
@@ -58,28 +59,29 @@ TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int l
   if (index >= blocks * (n1 + n2)) return -1;
   if (blocks > ring) {  // walk_order
     if (!lag_order) step = ring / 4 > 1 ? ring / 4 : 1;
-    if (step > ring - 1) step = ring - 1;
+    if (step > ring / 2) step = ring / 2;
     lag_order = 1; }
-  if (n1 == 0 || n2 == 0) {
-    int n = n1 + n2, task = lag_order ? tlmm_linear2_task(0, index, n)
-                                      : tlmm_grouped_task(first_block, num_experts, 0, index, n);
-    return n1 == 0 ? task : 1 << 30 | task; }
+  if (n1 == 0) return tlmm_grouped_task(first_block, num_experts, 0, blocks, index, n2);
+  if (n2 == 0) return 1 << 30 | tlmm_grouped_task(first_block, num_experts, 0, blocks, index, n1);
   if (lag_order) {
-    int lag = step < blocks ? step : blocks;
-    if (index < lag * n1) return tlmm_linear1_task(0, index, n1);
+    int lag = step < blocks ? step : blocks, turn = lag < TLMM_TURN_BLOCKS ? (lag > 1 ? lag : 1) : TLMM_TURN_BLOCKS;
+    if (index < lag * n1) return 1 << 30 | tlmm_grouped_task(first_block, num_experts, 0, lag, index, n1);
     index -= lag * n1;
-    int steady = (blocks - lag) * (n1 + n2);
-    if (index >= steady) return tlmm_linear2_task(blocks - lag, index - steady, n2);
-    int j = index / (n1 + n2), r = index % (n1 + n2);
-    return r < n1 ? tlmm_linear1_task(lag + j, r, n1) : tlmm_linear2_task(j, r - n1, n2); }
+    int rest = blocks - lag, begin = index / (n1 + n2) / turn * turn;
+    if (index >= rest * (n1 + n2))
+      return tlmm_grouped_task(first_block, num_experts, rest, blocks, index - rest * (n1 + n2), n2);
+    int end = begin + turn < rest ? begin + turn : rest, r = index - begin * (n1 + n2);
+    if (r < (end - begin) * n1)
+      return 1 << 30 | tlmm_grouped_task(first_block, num_experts, lag + begin, lag + end, r, n1);
+    return tlmm_grouped_task(first_block, num_experts, begin, end, r - (end - begin) * n1, n2); }
   int lo = 0, hi = num_experts / step - 1;
   while (lo < hi) {
     int mid = (lo + hi + 1) >> 1;
     if (first_block[mid * step] * (n1 + n2) <= index) lo = mid; else hi = mid - 1; }
   int first = first_block[lo * step], r = index - first * (n1 + n2);
-  int linear1 = (first_block[(lo + 1) * step] - first) * n1;
-  return r < linear1 ? 1 << 30 | tlmm_grouped_task(first_block, num_experts, first, r, n1)
-                     : tlmm_grouped_task(first_block, num_experts, first, r - linear1, n2); }
+  int end = first_block[(lo + 1) * step], linear1 = (end - first) * n1;
+  return r < linear1 ? 1 << 30 | tlmm_grouped_task(first_block, num_experts, first, end, r, n1)
+                     : tlmm_grouped_task(first_block, num_experts, first, end, r - linear1, n2); }
 """
 )
 
@@ -116,25 +118,34 @@ def group_size(blocks: Any) -> Any:
     return (blocks + groups - 1) // groups
 
 
-def first_tile(index: Any, blocks_each: Any, tiles: Any, together: Any) -> Any:
+def first_tile(index: Any, blocks_each: Any, tiles: Any) -> Any:
     """The linear1 tile at an early position of the walk, where every expert has `blocks_each` pool
-    blocks, of which `together` walk tile by tile: all of them, or one in lag order."""
-    return index % (tiles * blocks_each) // together % tiles
+    blocks, one group."""
+    return index % (tiles * blocks_each) // blocks_each
 
 
-def group_of(first_block: Sequence[int], block: int) -> range:
-    """The blocks of an expert with which a pool block is walked in wave order."""
+def groups_between(first_block: Sequence[int], first: int, end: int) -> list[range]:
+    """The pool blocks from `first` to `end` in groups, each of one expert."""
+    groups = []
+    while first < end:
+        groups.append(group_of(first_block, first, first, end))
+        first = groups[-1].stop
+    return groups
+
+
+def group_of(first_block: Sequence[int], block: int, first: int = 0, end: int = 2**31) -> range:
+    """The blocks with which a pool block is walked, of those from `first` to `end`."""
     expert = expert_of(first_block, block)
-    begin, end = first_block[expert : expert + 2]
+    begin, end = max(first_block[expert], first), min(first_block[expert + 1], end)
     size = group_size(end - begin)
     begin += (block - begin) // size * size
     return range(begin, min(begin + size, end))
 
 
-def _grouped(first_block: Sequence[int], first: int, r: int, n: int) -> tuple[int, int]:
-    """Pool block and tile of the r-th of `n` tiles a block behind pool block `first`, an expert's
-    first: the twin of `tlmm_grouped_task`."""
-    group = group_of(first_block, first + r // n)
+def _grouped(first_block: Sequence[int], first: int, end: int, r: int, n: int) -> tuple[int, int]:
+    """Pool block and tile of the r-th of `n` tiles a block of those from `first` to `end`: the twin
+    of `tlmm_grouped_task`."""
+    group = group_of(first_block, first + r // n, first, end)
     tile, within = divmod(r - (group.start - first) * n, len(group))
     return group.start + within, tile
 
@@ -142,12 +153,17 @@ def _grouped(first_block: Sequence[int], first: int, r: int, n: int) -> tuple[in
 def walk_order(blocks: int, ring_blocks: int, lag_order: bool, step: int) -> tuple[bool, int]:
     """The order that a launch of `blocks` pool blocks walks in, asked for (`lag_order`, `step`).
 
-    With no more blocks than the ring holds, what was asked for. Else the lag order, its lag below
-    the ring; for a schedule in wave order a quarter of the ring.
+    With no more blocks than the ring holds, what was asked for. Else the lag order, its lag at most
+    half the ring; for a schedule in wave order a quarter.
     """
     if blocks <= ring_blocks:
         return lag_order, step
-    return True, min(step if lag_order else max(1, ring_blocks // 4), ring_blocks - 1)
+    return True, min(step if lag_order else max(1, ring_blocks // 4), ring_blocks // 2)
+
+
+def turn_blocks(lag: int) -> int:
+    """In lag order, the blocks whose linear1, and before them linear2, come in turn."""
+    return max(1, min(lag, TURN_BLOCKS))
 
 
 def task_at(
@@ -170,29 +186,28 @@ def task_at(
     if index >= blocks * both:
         return None
     if n1 == 0 or n2 == 0:
-        phase = 2 if n1 == 0 else 1
-        if lag_order:
-            return Task(phase, *divmod(index, both))
-        return Task(phase, *_grouped(first_block, 0, index, both))
+        return Task(2 if n1 == 0 else 1, *_grouped(first_block, 0, blocks, index, both))
     if lag_order:
         lag = min(step, blocks)
         if index < lag * n1:
-            return Task(1, index // n1, index % n1)
+            return Task(1, *_grouped(first_block, 0, lag, index, n1))
         index -= lag * n1
-        steady = (blocks - lag) * both
-        if index >= steady:
-            index -= steady
-            return Task(2, blocks - lag + index // n2, index % n2)
-        block, r = divmod(index, both)
-        return Task(1, lag + block, r) if r < n1 else Task(2, block, r - n1)
+        rest, turn = blocks - lag, turn_blocks(lag)
+        if index >= rest * both:
+            return Task(2, *_grouped(first_block, rest, blocks, index - rest * both, n2))
+        begin = index // both // turn * turn
+        end, r = min(begin + turn, rest), index - begin * both
+        if r < (end - begin) * n1:
+            return Task(1, *_grouped(first_block, lag + begin, lag + end, r, n1))
+        return Task(2, *_grouped(first_block, begin, end, r - (end - begin) * n1, n2))
     starts = [first_block[e] * both for e in range(0, len(first_block) - 1, step)]
     wave = bisect_right(starts, index) - 1
-    first = first_block[wave * step]
+    first, end = first_block[wave * step], first_block[(wave + 1) * step]
     r = index - first * both
-    linear1 = (first_block[(wave + 1) * step] - first) * n1
+    linear1 = (end - first) * n1
     if r < linear1:
-        return Task(1, *_grouped(first_block, first, r, n1))
-    return Task(2, *_grouped(first_block, first, r - linear1, n2))
+        return Task(1, *_grouped(first_block, first, end, r, n1))
+    return Task(2, *_grouped(first_block, first, end, r - linear1, n2))
 
 
 def walk(

@@ -31,7 +31,7 @@ from ..device import barriers, trace
 from ..device.plan import Params, Plan
 from ..device.remote import peer_tensor, pull, put, wait_put
 from ..device.ring import Shared
-from ..device.walk import first_tile, group_size
+from ..device.walk import first_tile
 from ..schedule import BLOCK_K, COUNTER_BITS
 from ..shared_memory import FEW_COUNT_BYTES
 
@@ -122,8 +122,8 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
 def warm_l2(plan: Plan, p: Params, grid_block):
     """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
 
-    The guess is exact when every expert receives the same number of rows, in one group of blocks,
-    and the walk is in the order asked for; a wrong one costs bandwidth only.
+    The guess is exact when every expert receives the same number of rows, in one group of blocks;
+    a wrong one costs bandwidth only.
     """
     problem, s = plan.problem, plan.schedule
     tiles = s.linear1_tiles(problem)
@@ -133,8 +133,7 @@ def warm_l2(plan: Plan, p: Params, grid_block):
         // (problem.num_local_experts * s.block_m),
     )
     expert = T.min(grid_block // tiles // blocks_each, problem.num_local_experts - 1)
-    together = T.if_then_else(p.lag_order == 1, 1, group_size(blocks_each))
-    tile = first_tile(grid_block, blocks_each, tiles, together)
+    tile = first_tile(grid_block, blocks_each, tiles)
     block_bytes = BLOCK_K * BLOCK_K
     for b in (0, 1):
         T.call_extern(
