@@ -143,7 +143,7 @@ def test_a_group_reads_each_weight_tile_once() -> None:
 
 
 def test_in_lag_order_groups_end_with_the_turn() -> None:
-    """Two blocks before the others' linear1, then two blocks in turn: the expert's third is alone."""
+    """Two blocks, then two in turn: the third of the expert is alone."""
     assert list(walk([0, 3, 4], True, 2, 2, 1)) == [
         *(Task(1, block, tile) for tile in (0, 1) for block in (0, 1)),
         *(Task(1, block, tile) for block in (2, 3) for tile in (0, 1)),
