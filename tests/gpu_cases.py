@@ -61,7 +61,7 @@ ODD = {
         small("topk10", num_experts=12, num_topk=10),
         small("topk28", num_experts=30, num_topk=28),
         small("duplicates", num_experts=3, num_topk=6),
-        small("wide-intermediate", hidden=256, intermediate=4224, num_experts=4),
+        small("wide-intermediate", hidden=256, intermediate=4224, num_experts=4, num_topk=2),
         small("experts500", hidden=256, intermediate=128, num_experts=500, num_topk=6),
     )
 }
