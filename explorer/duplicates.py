@@ -45,7 +45,7 @@ def launch_key(
     elif phase == "fused" and counts is not None:
         ring = make_layout(problem, capacity).ring_blocks(schedule.block_m)
         blocks = [first_blocks(received, schedule.block_m)[-1] for received in counts]
-        orders = [walk_order(n, ring, lag_order, step) for n in blocks]
+        orders = [walk_order(n, problem.num_local_experts, ring, lag_order, step) for n in blocks]
         # The device cuts a lag at the number of blocks (`tlmm_task`).
         walks = tuple(
             (lag, min(by, n) if lag else by) for n, (lag, by) in zip(blocks, orders, strict=True)

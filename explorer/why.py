@@ -104,7 +104,7 @@ def _walk_of(problem: Problem, schedule: Schedule, capacity: int, num_tokens: in
 
     def order(blocks: int) -> str:
         asked = schedule.lag if lag_order else schedule.experts_per_wave
-        lag, step = walk_order(blocks, ring, lag_order, asked)
+        lag, step = walk_order(blocks, problem.num_local_experts, ring, lag_order, asked)
         return f"lag {step}" if lag else f"waves of {step} experts"
 
     lag_order = schedule.order == "lag"

@@ -42,7 +42,9 @@ def tasks_of(problem: Problem, schedule: Schedule, received: Sequence[int]) -> l
     """The walk of a launch of one rank."""
     starts = first_blocks(received, schedule.block_m)
     step = schedule.lag if schedule.order == "lag" else schedule.experts_per_wave
-    lag_order, step = walk_order(starts[-1], 2**31 - 1, schedule.order == "lag", step)
+    lag_order, step = walk_order(
+        starts[-1], len(starts) - 1, 2**31 - 1, schedule.order == "lag", step
+    )
     tiles = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     return list(walk(starts, lag_order, step, *tiles))
 

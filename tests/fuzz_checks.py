@@ -283,7 +283,7 @@ def check_walk(case: Case) -> str:
     blocks = first[-1]
     ring = make_layout(case.problem, case.capacity, case.numeric).ring_blocks(s.block_m)
     ring = rng.choice((ring, rng.randint(2, max(2, blocks))))
-    lag_order, step = walk_order(blocks, ring, *launch_order(s))
+    lag_order, step = walk_order(blocks, local, ring, *launch_order(s))
     if blocks > ring and not (lag_order and 1 <= step < ring):
         return f"{blocks} blocks in a ring of {ring} are walked with lag {step}"
     done, last, ahead = {1: [0] * blocks, 2: [0] * blocks}, (-1,), -1

@@ -117,7 +117,7 @@ def waits_left(problem: Problem, schedule: Schedule, ring: int, cause: Waits) ->
     """
     n1, n2 = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
     step = schedule.lag if schedule.order == "lag" else schedule.experts_per_wave
-    order = walk_order(ring + 1, ring, schedule.order == "lag", step)
+    order = walk_order(ring + 1, problem.num_local_experts, ring, schedule.order == "lag", step)
     tasks = list(walk([0, ring + 1], *order, n1, n2))
     queues = [tasks[b :: schedule.num_sms] for b in range(schedule.num_sms)]
     done: set[Task] = set()

@@ -124,9 +124,9 @@ def test_what_is_not_finite_stays_in_its_tokens(
 @pytest.mark.parametrize(
     ("capacity", "sizes", "message"),
     [
-        (10**9, {}, "capacity=1000000000 x num_topk=2 exceeds 2"),
+        (10**9, {}, "capacity=1000000000 x num_topk=3 exceeds 2"),
         (10**30, {}, "exceeds 2"),
-        (2**23, {"num_experts": 16, "num_ranks": 16}, "pool rows, over"),
+        (2**23, {"num_experts": 16, "num_ranks": 16, "num_topk": 2}, "pool rows, over"),
         (0, {}, "capacity=0 tokens a rank must be a positive integer"),
         (True, {}, "capacity=True tokens"),
         (2.0, {}, r"capacity=2\.0 tokens"),

@@ -154,7 +154,7 @@ def test_a_route_to_no_expert_is_refused_before_the_launch(
     with pytest.raises(ValueError, match=rf"topk_idx\[5, 1\]={value} of SymmBuffer") as told:
         call(buffer, weights)
     assert "must be an expert, 0 to num_experts - 1 = 7, or -1 for no route" in str(told.value)
-    assert "2 of 16 routes are neither" in str(told.value)
+    assert "2 of 24 routes are neither" in str(told.value)
     assert len(launches) == 1
     buffer.topk_idx[:8] = inputs.topk_idx
     call(buffer, weights)

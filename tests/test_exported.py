@@ -117,7 +117,7 @@ def test_specs_are_told_apart_as_in_the_reports() -> None:
         spec(profile=True),
         spec(recipe=Recipe(scale="pow2")),
         spec(schedule=fit(SMALL, num_sms=100)),
-        spec(problem=replace(SMALL, num_topk=3)),
+        spec(problem=replace(SMALL, num_topk=2)),
     ]
     assert len({kernel_name(s) for s in [base, *changed]}) == 1 + len(changed)
     for s in [base, *changed]:
@@ -271,7 +271,7 @@ def test_a_missing_kernel_is_named(compiler: FakeCompiler, tmp_path: Path) -> No
     assert str(caught.value) == (
         f"{out} has no fused kernel {fit(SMALL).name} for small, capacity 128: the nearest that it "
         "has differs in capacity=64 (asked for 128). Write a folder that has it with: tl-megamoe "
-        "export --hidden 512 --intermediate 256 --num-experts 8 --num-topk 2 --num-ranks 1 "
+        "export --hidden 512 --intermediate 256 --num-experts 8 --num-topk 3 --num-ranks 1 "
         f"--capacity 128 --recipe exact-128 --device nvidia-h200 --precise --out {out}"
     )
     with pytest.raises(ValueError, match=r"schedule.num_sms=132 \(asked for 66\).* --num-sms 66 "):

@@ -259,7 +259,7 @@ def test_warmup_loads_what_a_call_may_choose(
 ) -> None:
     made: list[KernelSpec] = []
     monkeypatch.setattr(loading, "compile_kernel", lambda spec: made.append(spec) or Recorder(spec))
-    fresh = SymmBuffer(SMALL, CAPACITY, device="cpu")
+    fresh = SymmBuffer(replace(SMALL, num_topk=2), CAPACITY, device="cpu")
     with pytest.raises(ValueError, match="sym_buffer is on cpu: the kernel needs an SM90 GPU"):
         fresh.warmup(num_shared=None)
     with pytest.raises(ValueError, match="the kernel that quantises needs an SM90 GPU"):
@@ -284,7 +284,7 @@ def test_a_layer_that_is_not_tuned_is_named_once(caplog: pytest.LogCaptureFixtur
         for _ in range(2):
             options: dict[str, Any] = {"rank_mode": "one", "recipe": Recipe()}
             schedule_intervals(problem, "NVIDIA H200", 1000, **options)
-    sizes = "--hidden 512 --intermediate 384 --num-experts 8 --num-topk 2 --num-ranks 1"
+    sizes = "--hidden 512 --intermediate 384 --num-experts 8 --num-topk 3 --num-ranks 1"
     (message,) = [r.getMessage() for r in caplog.records]
     assert message.endswith(
         f"To tune it: tl-megamoe search {sizes} --tokens 16,64,256,512,1000 && "

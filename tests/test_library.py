@@ -303,8 +303,8 @@ def test_a_reference_buffer_answers_as_the_other_does(buffer: ReferenceBuffer) -
     shown = buffer.describe()
     assert "small, capacity 16, the float32 reference, recipe exact-128" in shown
     assert buffer.warmup(activation_clamp=True, fast_math=False, num_shared=1) == []
-    with pytest.raises(ValueError, match="num_shared=2 must be below num_topk=2"):
-        buffer.warmup(num_shared=2)
+    with pytest.raises(ValueError, match="num_shared=3 must be below num_topk=3"):
+        buffer.warmup(num_shared=3)
     with pytest.raises(TypeError, match="num_sharedd"):
         buffer.warmup(num_sharedd=1)  # type: ignore[call-arg]
     buffer.check_report()

@@ -252,14 +252,14 @@ def test_spans_say_what_they_are() -> None:
     spans = [e for e in of_block if e["ph"] == "X" and e["tid"] == 4]
     tile = next(e for e in spans if e["name"].startswith("linear1 "))
     kinds = (stamps.STAGE, stamps.MULTIPLY, stamps.FINISH)
-    assert tile["name"] == "linear1 1.0"  # position 2 of two tiles a pool block
+    assert tile["name"] == "linear1 0.1"  # position 2 of two pool blocks with two tiles each
     assert (tile["ts"], tile["dur"]) == (1.2, sum(NS[k] for k in kinds) / 1000)
     assert tile["args"] == {
         "block": 2,
         "phase": "linear1",
         "clocks": sum(NS[k] for k in kinds) * MHZ // 1000,
-        "pool_block": 1,
-        "tile": 0,
+        "pool_block": 0,
+        "tile": 1,
         "expert": 0,
     }
     assert [e["name"] for e in spans[3:6]] == ["wait for stage", "K loop", "finish"]

@@ -58,7 +58,8 @@ class Schedule:
             at a fixed distance. A launch of many ranks that receives more pool blocks than the ring
             holds (layout.py) walks in lag order whatever this says (`device.walk.walk_order`).
         lag: that distance in pool blocks; 0 with order `wave`. Where the ring wraps it is cut to
-            half the ring, and a quarter of the ring with order `wave`.
+            half the ring and to the ring without a block an expert; with order `wave` it is a
+            quarter of the ring then, cut likewise.
         dispatch_warps: warps that pull rows, 1 to 3.
         load_warps: 2: one warp loads A and its scales, one B. 1: one warp loads both.
         load_registers, math_registers: registers a thread after the roles split (the dispatch and

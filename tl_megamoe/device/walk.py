@@ -11,7 +11,9 @@ lag:  linear1 of the first `lag` pool blocks; then in turn linear1 of the next b
 
 A launch with more pool blocks than the ring holds (layout.py) walks in lag order whatever it was
 asked for: linear1 of a block waits until linear2 of the block that had its rows before is done, and
-with a lag of at most half the ring that is behind it in the walk.
+with a lag of at most half the ring that is behind it in the walk. A dispatch warp holds rows of up to
+a block an expert and one, and waits for linear1 of those that had their rows before: with a lag, and
+so a turn and a group, of at most the ring without a block an expert, that is behind all of them.
 
 Where several pool blocks of an expert follow each other, up to GROUP_BLOCKS of them take a column
 block one after the other, then the next: blocks of the grid that run together read the same weights,
@@ -59,6 +61,7 @@ TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int l
   if (index >= blocks * (n1 + n2)) return -1;
   if (blocks > ring) {  // walk_order
     if (!lag_order) step = ring / 4 > 1 ? ring / 4 : 1;
+    if (step > ring - num_experts) step = ring - num_experts > 1 ? ring - num_experts : 1;
     if (step > ring / 2) step = ring / 2;
     lag_order = 1; }
   if (n1 == 0) return tlmm_grouped_task(first_block, num_experts, 0, blocks, index, n2);
@@ -112,8 +115,8 @@ def expert_of(first_block: Sequence[int], block: int) -> int:
     return bisect_right(first_block, block, 0, len(first_block) - 1) - 1
 
 
-def group_size(blocks: Any) -> Any:
-    """Pool blocks of a group, but the last, of an expert with so many; a number or traced."""
+def group_size(blocks: int) -> int:
+    """Pool blocks of a group, but the last, of an expert with so many in a row."""
     groups = (blocks + GROUP_BLOCKS - 1) // GROUP_BLOCKS
     return (blocks + groups - 1) // groups
 
@@ -150,15 +153,19 @@ def _grouped(first_block: Sequence[int], first: int, end: int, r: int, n: int) -
     return group.start + within, tile
 
 
-def walk_order(blocks: int, ring_blocks: int, lag_order: bool, step: int) -> tuple[bool, int]:
-    """The order that a launch of `blocks` pool blocks walks in, asked for (`lag_order`, `step`).
+def walk_order(
+    blocks: int, experts: int, ring_blocks: int, lag_order: bool, step: int
+) -> tuple[bool, int]:
+    """The order that a launch of `blocks` pool blocks of `experts` local experts walks in, asked for
+    (`lag_order`, `step`).
 
     With no more blocks than the ring holds, what was asked for. Else the lag order, its lag at most
-    half the ring; for a schedule in wave order a quarter.
+    half the ring, and the ring without a block an expert; for a schedule in wave order a quarter.
     """
     if blocks <= ring_blocks:
         return lag_order, step
-    return True, min(step if lag_order else max(1, ring_blocks // 4), ring_blocks // 2)
+    lag = step if lag_order else max(1, ring_blocks // 4)
+    return True, min(lag, max(1, ring_blocks - experts), ring_blocks // 2)
 
 
 def turn_blocks(lag: int) -> int:
