@@ -70,7 +70,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         + s.stages * max(s.linear1_block_n, s.linear2_block_n) // 8
         + kib(scales)
         + 16
-        + (kib(64 * s.block_m) + 1 if s.math_mode == "swapped" else kib(16 * s.block_m))
+        + (kib(64 * s.block_m) + 1 if s.math_mode == "swapped" else 1)
         + kib(8 * s.block_m * (128 // recipe.intermediate_group))
         + kib(4 * (4 * (s.stages + 6) + problem.num_experts + 3 * local + 2))
         + kib(8 * (3 * s.stages + 6 + s.dispatch_warps * s.rows_in_flight))
