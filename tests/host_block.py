@@ -111,9 +111,8 @@ class Block:
         self.total = [sum(column) for column in zip(*self.counts, strict=True)]
         self.first_block = first_blocks(self.total, plan.schedule.block_m)
         if self.world.rules.bounded_lag:
-            self.order = walk_order(
-                self.first_block[-1], len(self.total), plan.ring_blocks, *self.order
-            )
+            sizes = self.first_block[-1], len(self.total), plan.ring_blocks
+            self.order = walk_order(*sizes, *self.order)
         if self.number == 0:
             for e, total in enumerate(self.total):
                 rank.workspace[plan.counter("expert_recv_count_sum") + e] = total

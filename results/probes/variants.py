@@ -2,6 +2,8 @@
 
     python results/probes/variants.py build V...            compile (no GPU needed)
     python results/probes/variants.py run TOKENS ROUNDS V...   check and time, on an H200
+    ncu --clock-control none --profile-from-start off --metrics M \
+        python results/probes/variants.py once TOKENS V        one launch of a fused variant
 
 A variant is `FLAGS:PHASE:BLOCK_M[:FIELD=VALUE...]`, as `:fused:128` or `:fused:64:prefetch=16`.
 FLAGS, joined by +, are those of ablation.patch and need commit 1ab62c3 with that patch:
@@ -17,7 +19,7 @@ from shared memory. pdl, late and wx are those of dependent_launch.patch on 5eff
 and skew those of look_ahead.patch on 70ab78d. new and pre are those of uniform_ring.patch on
 b1e471a; early, store and touch those of read_early.patch on 467d657; quad, wsf, late, zero, few,
 pace1, pace2, tlb1 and tlb2 those of few_routes.patch on 438e93e; gN, oldc, few0, wx and bN those of
-walk_groups.patch on 0af0d14.
+walk_groups.patch on 0af0d14, whose measured trees are not commits (results/notes.md).
 prefetch_ring.patch is for a195d07 and has none. PROBLEM names another preset.
 
 Fused variants are compared with the reference and with the first one, to the bit.
@@ -70,6 +72,24 @@ def beside(variant: str) -> list[str]:
     return [] if phase == "fused" else [":".join(("", p, *rest)) for p in PHASES]
 
 
+def once(tokens: int, variant: str) -> None:
+    """Launch a fused variant with each set of weights, and once more for a profiler."""
+    worker = Worker(WorkerConfig(problem=PROBLEM, capacity=CAPACITY, recipe=Recipe()))
+    worker.cell(tokens, "uniform")
+    made, schedule = compiled(variant)
+
+    def launch(index: int) -> None:
+        buffer, y = worker.buffers[index][0], worker.outputs[index]
+        made.launch(buffer, worker.weights[index][0], y, tokens, schedule)
+        torch.cuda.synchronize()
+
+    for index in (0, 1, 2, 0):
+        launch(index)
+    torch.cuda.profiler.start()
+    launch(1)
+    torch.cuda.profiler.stop()
+
+
 def run(tokens: list[int], rounds: int, variants: list[str]) -> None:
     """Check and time the variants at each token count."""
     rules = Rules(rounds=rounds, warm_up_ms=60.0, min_samples=8, min_block_ms=25.0)
@@ -109,8 +129,10 @@ def run(tokens: list[int], rounds: int, variants: list[str]) -> None:
 
 
 def main() -> None:
-    """Build or run."""
-    if sys.argv[1] == "build":
+    """Build, run or launch once."""
+    if sys.argv[1] == "once":
+        once(int(sys.argv[2]), sys.argv[3])
+    elif sys.argv[1] == "build":
         for variant in sys.argv[2:]:
             for each in (variant, *beside(variant)):
                 compiled(each)
