@@ -35,7 +35,8 @@ def launch_key(
             the walk really takes (`device.walk.walk_order`): where the ring wraps a schedule in
             wave order walks in lag order, and a lag beyond the last block is no other than that
             block. None compares the schedules' own fields.
-        phase: what is timed; the walk's order reaches `fused` alone, prefetch `dispatch` too.
+        phase: what is timed; the walk's order reaches `fused` alone, prefetch `dispatch` too, the
+            place in L2 all that load weights.
     """
     lag_order = schedule.order == "lag"
     step = schedule.lag if lag_order else schedule.experts_per_wave
@@ -51,4 +52,5 @@ def launch_key(
             (lag, min(by, n) if lag else by) for n, (lag, by) in zip(blocks, orders, strict=True)
         )
     prefetch = schedule.prefetch if phase in ("fused", "dispatch") else None
-    return (report.source_hash, report.smem_bytes, schedule.num_sms, walks, prefetch)
+    evict_first = schedule.evict_first if phase in ("fused", "linear1", "linear2") else None
+    return (report.source_hash, report.smem_bytes, schedule.num_sms, walks, prefetch, evict_first)

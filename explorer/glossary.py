@@ -12,7 +12,7 @@ NAME = (
     "s stages of the operand ring in K blocks; w experts of a wave, or lag: how many blocks of "
     "rows linear2 follows linear1 by; d dispatch warps, l load warps; r registers of a load and of "
     "a math thread; f rows in flight of a dispatch warp; sm blocks of the grid; p K blocks of the "
-    "first weights that are prefetched"
+    "first weights that are prefetched; e1 at the end: weights are what L2 gives up first"
 )
 TERMS = (
     (

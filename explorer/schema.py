@@ -20,7 +20,7 @@ import pandas as pd
 from tl_megamoe.frozen import RANK_MODES
 from tl_megamoe.schedule import Schedule
 
-SCHEMA = 3
+SCHEMA = 4
 STATUSES = (
     "ok",
     "invalid",
@@ -200,6 +200,7 @@ MIGRATIONS = {
         },
         renamed={"observation": "notes"},
     ),
+    4: Migration({"evict_first": "0"}),
 }
 """Schema -> what it changed."""
 

@@ -5,7 +5,7 @@ Comparisons gather on the GPU, and the host waits for them at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -70,6 +70,8 @@ def bits(t: Tensor) -> Tensor:
 def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[str, list[str]]:
     """Two launches: right, equal to the bit, counters at zero, rows where they belong, no others.
 
+    The first drops what it leaves in L2 (`Schedule.evict_first`), whatever the case says.
+
     Args:
         case: one whose kernel and layer are there.
         layer: of its sizes.
@@ -84,8 +86,10 @@ def check_layer(case: Case, layer: Layer, sf: tuple[Tensor, Tensor]) -> tuple[st
         buffer.raw[guard_bytes(buffer)] = GUARD
     stats = {rank: b.recv_stats.clone() for rank, b in layer.ranks.buffers.items()}
     results = [layer.outputs() for _ in range(2)]
-    for y in results:
-        layer.start(case.schedule, y, clamp=case.clamp, fast_math=case.fast_math)
+    # The second leaves its pools behind.
+    for y, evict_first in zip(results, (1, 0), strict=True):
+        schedule = replace(case.schedule, evict_first=evict_first)
+        layer.start(schedule, y, clamp=case.clamp, fast_math=case.fast_math)
     layer.ranks.barrier()
     every = joined(list(layer.inputs))
     routes, flags = Routes.of(every.topk_idx, case), Flags()

@@ -120,13 +120,15 @@ class World(Layer):
                         reasons[rank] = f"{name}: {found}"
             for rank, buffer in self.ranks.buffers.items():
                 found = "" if counters_are_zero(buffer) else "counters are not zero"
-                if pools and not found and not self.gathers(schedule):
+                if pools and not found and not self.leaves_none(schedule):
                     found = pool_found(self, rank, schedule.block_m, in_order=True).reason
                 reasons[rank] = reasons[rank] or (found and f"{name}: {found}")
         self.agree(reasons)
 
-    def gathers(self, schedule: Schedule) -> bool:
-        """Whether a launch leaves no rows of `x` in the pool."""
+    def leaves_none(self, schedule: Schedule) -> bool:
+        """Whether a launch leaves no rows in the pool."""
+        if schedule.evict_first:
+            return True
         most = max(inputs.num_tokens for inputs in self.inputs)
         return schedule.launch_gathers(self.problem, most, self.recipe)
 
@@ -165,7 +167,7 @@ def world(problem: Problem, capacity: int, recipe: Recipe | None = None) -> Worl
 
 
 def walks(schedule: Schedule, problem: Problem) -> dict[str, Schedule]:
-    """Runtime variants of a schedule: orders, wave sizes, lags, prefetch."""
+    """Runtime variants of a schedule: orders, wave sizes, lags, prefetch, place in L2."""
     out = {
         f"wave{n}": replace(schedule, order="wave", lag=0, experts_per_wave=n)
         for n in divisors_of(problem.num_local_experts)
@@ -177,4 +179,5 @@ def walks(schedule: Schedule, problem: Problem) -> dict[str, Schedule]:
         for lag in (1, 3, 10**6)
     }
     out["no_prefetch"] = replace(schedule, prefetch=0)
+    out["evict_first"] = replace(schedule, evict_first=1)
     return out

@@ -36,6 +36,7 @@ from tl_megamoe.schedule import Schedule, ScheduleError, default_schedule
         default_schedule(VIEW, 16),
         default_schedule(VIEW, 8192),
         replace(default_schedule(VIEW, 8192), order="lag", lag=7, prefetch=2, load_warps=2),
+        replace(default_schedule(VIEW, 16, "swapped"), evict_first=1),
         replace(default_schedule(VIEW, 512), experts_per_wave=8, num_sms=128, rows_in_flight=2),
     ],
     ids=lambda s: s.name,

@@ -492,4 +492,7 @@ def test_the_grid_and_shared_memory_are_no_part_of_the_text() -> None:
 def test_a_phase_alone_reads_fewer_fields() -> None:
     assert key(phase="linear1", experts_per_wave=1) == key(phase="linear1", order="lag", lag=3)
     assert key(phase="linear2", prefetch=1) == key(phase="linear2", prefetch=2)
+    assert key(evict_first=0) != key(evict_first=1)
+    assert key(phase="linear2", evict_first=0) != key(phase="linear2", evict_first=1)
+    assert key(phase="combine", evict_first=0) == key(phase="combine", evict_first=1)
     assert key(phase="dispatch", prefetch=1) != key(phase="dispatch", prefetch=2)

@@ -78,7 +78,7 @@ def test_a_repeated_call_passes_what_the_first_did(buffer: SymmBuffer) -> None:
         fp8_mega_moe(y, weights.l1, weights.l2, buffer)
     first, *rest = launches(buffer)
     schedule = default_schedule(SMALL, 8)
-    assert len(first) == 23
+    assert len(first) == 24
     assert first[STATS] is buffer.recv_stats
     assert first[Y + 1 :] == (
         buffer.report.data_ptr(),
@@ -88,6 +88,7 @@ def test_a_repeated_call_passes_what_the_first_did(buffer: SymmBuffer) -> None:
         0,
         schedule.experts_per_wave,
         schedule.prefetch,
+        schedule.evict_first,
         0.0,
     )
     for values, y in zip((first, *rest), outputs, strict=True):

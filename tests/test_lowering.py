@@ -129,7 +129,7 @@ def test_a_stage_of_another_size_is_seen() -> None:
 
 def test_runtime_fields_share_a_kernel() -> None:
     base = fit(SMALL)
-    other = replace(base, order="lag", lag=3, prefetch=0)
+    other = replace(base, order="lag", lag=3, prefetch=0, evict_first=1)
     specs = [KernelSpec(problem=SMALL, schedule=s, capacity=SMALL_CAPACITY) for s in (base, other)]
     assert specs[0].key() == specs[1].key()
     assert compile_kernel(specs[0]).kernel is compile_kernel(specs[1]).kernel

@@ -36,6 +36,7 @@ schedules = st.builds(
     rows_in_flight=st.integers(0, 40),
     num_sms=st.integers(0, 132),
     prefetch=st.integers(-1, 60),
+    evict_first=st.integers(-1, 2),
 )
 problems = st.sampled_from([p.one_rank() for p in PRESETS.values()]) | st.builds(
     lambda h, i, e, k: Problem(
@@ -147,6 +148,7 @@ def test_names_change_with_every_field() -> None:
         "rows_in_flight": 2,
         "num_sms": 128,
         "prefetch": 8,
+        "evict_first": 1,
     }
     swapped = dataclasses.replace(pingpong, math_mode="swapped")
     names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name, pingpong.name, swapped.name}
@@ -186,6 +188,7 @@ def test_from_dict_refuses(change: dict[str, object], message: str) -> None:
         ({"stages": 12}, "no room for"),
         ({"stages": 17}, "exceeds the 16 K blocks"),
         ({"prefetch": 33}, "exceeds the 32 K blocks"),
+        ({"evict_first": 2}, "evict_first=2 must be one of (0, 1)"),
         ({"rows_in_flight": 33}, "32 lanes"),
         ({"math_mode": "pingpong"}, "needs block_m=64, found block_m=128"),
         (
@@ -304,8 +307,10 @@ def test_classic_candidate_is_valid(problem: Problem) -> None:
 @given(schedules)
 def test_kernel_key_drops_runtime_fields_only(schedule: Schedule) -> None:
     key = schedule.kernel_key()
-    runtime = {"experts_per_wave", "order", "lag", "prefetch"}
+    runtime = {"experts_per_wave", "order", "lag", "prefetch", "evict_first"}
     for field in FIELDS - runtime:
         assert getattr(key, field) == getattr(schedule, field)
-    other = dataclasses.replace(schedule, experts_per_wave=7, order="lag", lag=9, prefetch=1)
+    other = dataclasses.replace(
+        schedule, experts_per_wave=7, order="lag", lag=9, prefetch=1, evict_first=1
+    )
     assert other.kernel_key() == key

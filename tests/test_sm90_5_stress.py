@@ -213,12 +213,14 @@ def test_received_rows_are_counted_on_ranks(num_ranks: int, mode: str, shared_se
 
 @modes
 def test_changing_tokens_and_schedules_share_a_buffer(mode: str, shared_seed: int) -> None:
-    """Counters and barriers fit the next launch whatever grid, block_m and tokens it has."""
+    """Counters, barriers and what was dropped from L2 fit the next launch, whatever grid, block_m
+    and tokens it has."""
     w = world(SMALL, SMALL_CAPACITY)
     every = list(of_mode(variants(SMALL), mode).values())
     for step in range(30):
         w.fill((step * 37) % 400, shared_seed + step, mask=0.1)
-        w.check({"step": every[step % len(every)]}, launches=1)
+        schedule = replace(every[step % len(every)], evict_first=step // 3 % 2)
+        w.check({"step": schedule}, launches=1)
 
 
 def random_case(draw: random.Random, num_ranks: int, most: int) -> tuple[list[int], str, float]:

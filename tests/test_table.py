@@ -68,7 +68,9 @@ SCHEMA_2 = (
 
 
 def test_headers_of_older_schemas_are_those_that_files_have() -> None:
-    assert schema_module.header_of(COLUMNS, 3) == list(COLUMNS)
+    assert schema_module.header_of(COLUMNS, 4) == list(COLUMNS)
+    third = [name for name in COLUMNS if name != "evict_first"]
+    assert schema_module.header_of(COLUMNS, 3) == third
     assert schema_module.header_of(COLUMNS, 2) == SCHEMA_2.split(",")
     first = [name for name in SCHEMA_2.split(",") if name not in ("nvlink_gbs", "math_mode")]
     assert schema_module.header_of(COLUMNS, 1) == first
@@ -142,12 +144,13 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     good = path.read_text()
     first = good.splitlines()[1]
     cases = {
-        good.replace("\n3,", "\n4,"): "line 2: schema '4', the header is that of schema 3",
+        good.replace("\n4,", "\n5,"): "line 2: schema '5', the header is that of schema 4",
         good.replace("median_us", "mean_us", 1): "mean_us, median_us. Move the file away",
-        f"a,b\n{first}\n": "its header is neither that of schema 3 nor of an older one",
-        "schema,new\n4,1\n": "rows have schema 4, this version .* knows 3: update tl_megamoe",
+        f"a,b\n{first}\n": "its header is neither that of schema 4 nor of an older one",
+        "schema,new\n5,1\n": "rows have schema 5, this version .* knows 4: update tl_megamoe",
         as_schema(good, 1).replace("\n1,", "\n2,"): "line 2: schema '2', .* that of schema 1",
         as_schema(good, 2).replace("\n2,", "\n3,"): "line 2: schema '3', .* that of schema 2",
+        as_schema(good, 3).replace("\n3,", "\n4,"): "line 2: schema '4', .* that of schema 3",
     }
     for text, message in cases.items():
         path.write_text(text)

@@ -160,7 +160,8 @@ class CompiledKernel:
             weights: from `weights.transform_weights`.
             y: (num_tokens, hidden) bfloat16, contiguous.
             num_tokens: rows of the buffer's inputs that hold tokens.
-            schedule: gives the runtime fields: order, experts_per_wave or lag, prefetch.
+            schedule: gives the runtime fields: order, experts_per_wave or lag, prefetch,
+                evict_first.
             recv_stats: (num_local_experts,) int32, to which the rows each expert received are
                 added; the buffer's own when None.
             activation_clamp: the bound, iff the spec says `clamp`.
@@ -193,6 +194,7 @@ class CompiledKernel:
             int(lag_order),
             schedule.lag if lag_order else schedule.experts_per_wave,
             schedule.prefetch,
+            schedule.evict_first,
             0.0 if activation_clamp is None else activation_clamp,
             *(() if trace is None else (trace.data_ptr(),)),
         )

@@ -24,6 +24,7 @@ import tilelang.language as T
 
 from .device import barriers, trace
 from .device.barriers import BARRIERS_CUDA
+from .device.l2 import L2_CUDA
 from .device.lookahead import LOOKAHEAD_CUDA, Lookahead, block_of
 from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
 from .device.pingpong import Turns
@@ -45,6 +46,7 @@ from .scaling import SCALING_CUDA
 DEVICE_CUDA = (
     BARRIERS_CUDA
     + REMOTE_CUDA
+    + L2_CUDA
     + RING_CUDA
     + REPORT_CUDA
     + TASKS_CUDA
@@ -235,6 +237,7 @@ def build_program(plan: Plan):
         lag_order: T.int32,
         order_step: T.int32,
         prefetch: T.int32,
+        evict_first: T.int32,
         clamp: T.float32,
         trace_address: T.int64 if plan.profile else 0,  # a constant is no parameter
     ):
@@ -264,6 +267,7 @@ def build_program(plan: Plan):
                 lag_order,
                 order_step,
                 prefetch,
+                evict_first,
                 clamp,
                 trace_address,
             )

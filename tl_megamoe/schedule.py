@@ -67,6 +67,9 @@ class Schedule:
         rows_in_flight: row chunks that a dispatch warp has in flight.
         num_sms: blocks of the grid, all resident at once.
         prefetch: K blocks of a block's first weight tile sent to L2 while tokens are routed.
+        evict_first: 1: the weights of an expert with one pool block, which are read once, are the
+            first that L2 gives up, and what only the launch itself reads is dropped from L2 at its
+            end instead of being written to memory (device/l2.py). 0: as the hardware does.
     """
 
     math_mode: Literal["cooperative", "pingpong", "swapped"] = "cooperative"
@@ -84,16 +87,19 @@ class Schedule:
     rows_in_flight: int = 3
     num_sms: int = 132
     prefetch: int = 0
+    evict_first: int = 0
 
     # ---- identity
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Schedule:
-        """A schedule from exactly its fields.
+        """A schedule from exactly its fields; `evict_first` may be missing, which is 0: files that
+        were written before it lack it.
 
         Raises:
             ScheduleError: an unknown or missing field, or a value of the wrong type.
         """
+        values = {"evict_first": 0, **values}
         names = {f.name for f in fields(cls)}
         unknown, missing = sorted(set(values) - names), sorted(names - set(values))
         if unknown or missing:
@@ -118,18 +124,19 @@ class Schedule:
         """A short name, unique among schedules: the key of a candidate in the tables."""
         walk = f"w{self.experts_per_wave}" if self.order == "wave" else f"lag{self.lag}"
         mode = NAME_PREFIXES.get(self.math_mode, "")
+        end = f"-e{self.evict_first}" if self.evict_first else ""
         return (
             f"{mode}m{self.block_m}-n{self.linear1_block_n}.{self.linear2_block_n}-s{self.stages}-{walk}"
             f"-d{self.dispatch_warps}l{self.load_warps}"
             f"-r{self.load_registers}.{self.math_registers}-f{self.rows_in_flight}"
-            f"-sm{self.num_sms}-p{self.prefetch}"
+            f"-sm{self.num_sms}-p{self.prefetch}{end}"
         )
 
     def kernel_key(self) -> Schedule:
-        """The schedule with the fields that only the walk reads set to their defaults.
+        """The schedule with the fields that a launch passes as scalars set to their defaults.
 
-        Schedules with equal keys share one compiled kernel: `experts_per_wave`, `order`, `lag` and
-        `prefetch` reach the kernel as scalars.
+        Schedules with equal keys share one compiled kernel: `experts_per_wave`, `order`, `lag`,
+        `prefetch` and `evict_first` are such.
         """
         default = Schedule()
         return replace(
@@ -138,6 +145,7 @@ class Schedule:
             order=default.order,
             lag=default.lag,
             prefetch=default.prefetch,
+            evict_first=default.evict_first,
         )
 
     # ---- derived
@@ -289,6 +297,7 @@ class Schedule:
             "linear2_block_n": (128, 256),
             "order": ("wave", "lag"),
             "load_warps": (1, 2),
+            "evict_first": (0, 1),
         }
         at_least = {
             "stages": 2,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from . import barriers, walk
+from . import barriers, l2, walk
 from .plan import Params, Plan
 from .ring import Cursor, Shared
 from .walk import LINEAR1_BIT
@@ -44,6 +44,7 @@ class Lookahead:
     code: `walk.task_expression`, negative past the end.
     expert: its expert.
     rows: rows that its pool block holds.
+    once: 1 when L2 need not keep its weights (l2.py).
     ready: 1 when its rows are known to be in the pool and may be loaded.
     is_first: 1 while it is the block's first.
     """
@@ -60,6 +61,7 @@ class Lookahead:
         self.code = T.alloc_var("int32", init=0)
         self.expert = T.alloc_var("int32", init=0)
         self.rows = T.alloc_var("int32", init=0)
+        self.once = T.alloc_var("int32", init=0)
         self.ready = T.alloc_var("int32", init=0)
         self.is_first = T.alloc_var("int32", init=0)
         self.next_code = T.alloc_var("int32", init=0)
@@ -83,6 +85,7 @@ class Lookahead:
         self.place.advance()
         self.ready[0] = self.next_ready[0]
         if self.publishes:
+            self.once[0] = T.Cast("int32", l2.reads_once(self.p, self.shared, self.expert[0]))
             # Not behind the last tile: nobody would wait for that add before the counter is reset.
             if (T.get_thread_binding() % 32 == 0) & (self.code[0] >= 0):
                 self.index[0] = barriers.fetch_add(

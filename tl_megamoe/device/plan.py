@@ -221,5 +221,6 @@ class Params:
     lag_order: Any  # int32, 1 with the lag order
     order_step: Any  # int32
     prefetch: Any  # int32
+    evict_first: Any  # int32, 0 or 1
     clamp: Any  # float32
     trace_address: Any  # int64 in the profiling build, else None

@@ -22,6 +22,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from ..layout import ITEM_BYTES
 from ..schedule import BLOCK_K
 from ..shared_memory import whole_kib
+from . import l2
 from .plan import FP8, Plan
 from .tasks import Tasks
 
@@ -350,12 +351,12 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
             if T.shuffle_elect(32):
                 expect(ring, cursor, num_blocks * BLOCK_K * BLOCK_K, not with_a)
                 for b in tuple(range(num_blocks)):
-                    copy(
-                        ring,
-                        cursor,
+                    l2.copy_weights(
                         ring.b[ring.b_at(cursor, b)],
                         weights[expert, first_block + b, k, _first_row(cursor, num_k), 0],
                         BLOCK_K * BLOCK_K,
+                        ring.full[cursor.stage[0]],
+                        ahead.once[0],
                     )
         if with_a:
             ring.commit(cursor)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..device import barriers
+from ..device import barriers, l2
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.ring import Shared
 
@@ -132,6 +132,23 @@ class Item:
                         _column(item, self.chunks, self.width, self.lane) + v * self.lanes + u
                     ] = rounded[u]
 
+    @T.inline
+    def drop(self, acts, item):
+        """Drop the rows from L2: nobody reads them again. All lanes have added theirs."""
+        lanes_a_line = l2.LINE_BYTES // (LANE_COLUMNS * ITEM_BYTES_BF16)
+        T.sync_warp()
+        if self.is_inside(item):
+            if self.lane % lanes_a_line == 0:
+                for r in tuple(range(self.topk * self.vectors)):
+                    l2.drop_line(
+                        acts[
+                            r % self.topk,
+                            item // self.chunks,
+                            _column(item, self.chunks, self.width, self.lane)
+                            + r // self.topk * self.lanes,
+                        ]
+                    )
+
 
 @T.macro
 def wait_for_rows(plan: Plan, p: Params):
@@ -188,11 +205,17 @@ class Combine:
                 self.second.load_experts(self.item[0] + self.stride)
                 self.second.load_rows(acts, self.item[0] + self.stride)
             self.first.store(self.item[0], self.total, self.rounded)
+            if self.plan.fused:
+                if self.p.evict_first == 1:
+                    self.first.drop(acts, self.item[0])
             self.item[0] = self.item[0] + self.items * self.stride
             self.first.load_experts(self.item[0])
             self.first.load_rows(acts, self.item[0])
             if self.items == 2:
                 self.second.store(self.item[0] - self.stride, self.total, self.rounded)
+                if self.plan.fused:
+                    if self.p.evict_first == 1:
+                        self.second.drop(acts, self.item[0] - self.stride)
 
 
 @T.macro
@@ -208,6 +231,8 @@ def reset_counters(plan: Plan, p: Params, shared: Shared, grid_block):
         i += num_sms * 256
     if (grid_block == 0) & (tx == 128):
         p.workspace[plan.counter("next_task")] = 0
+    if plan.fused:
+        l2.drop_pools(plan, p, shared, grid_block)
     i = grid_block * 256 + tx - 128
     while i < plan.problem.num_experts:
         p.workspace[plan.counter("expert_send_count") + i] = 0
