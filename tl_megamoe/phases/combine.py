@@ -139,7 +139,8 @@ class Item:
         T.sync_warp()
         if self.is_inside(item):
             if self.lane % lanes_a_line == 0:
-                for r in tuple(range(self.topk * self.vectors)):
+                # Not a Python loop: with a number for the slot an offset may not fit 32 bits.
+                for r in T.unroll(self.topk * self.vectors):
                     l2.drop_line(
                         acts[
                             r % self.topk,
