@@ -46,6 +46,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         and s.block_m in (32, 64, 128)
         and {s.linear1_block_n, s.linear2_block_n} <= {128, 256}
         and s.load_warps in (1, 2)
+        and s.evict_first in (0, 1)
         and all(
             1 <= n < 2**24
             for n in (s.stages - 1, s.experts_per_wave, s.dispatch_warps, s.rows_in_flight)

@@ -29,7 +29,7 @@ STAMPED = (
     *(f"phases/{name}.py" for name in ("dispatch", "linear1", "linear1_swapped", "linear2")),
 )
 """Files with lines of the profiling build."""
-PARAMETERS = 23
+PARAMETERS = 24
 CASES = {
     **{f"small-{name}": (SMALL, variants(SMALL)[name]) for name in ("wide128", "rows1")},
     **{f"small-{name}": (SMALL, variants(SMALL)[name]) for name in ("pingpong", "swapped")},

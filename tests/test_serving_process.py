@@ -107,7 +107,7 @@ def test_a_serving_process_is_light(folder: Path) -> None:
     assert found["runtime"]
     assert found["seconds"] < MAX_START_S
     first, second = found["refused"]
-    assert "num_args should be 23" in first
+    assert "num_args should be 24" in first
     assert "num_args should be" in second
 
 

@@ -162,7 +162,7 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
 
 
 CORRUPT = {
-    "ragged": (lambda line: b"3,p,16", "3 values, the header has"),
+    "ragged": (lambda line: b"4,p,16", "3 values, the header has"),
     "more values": (lambda line: line + b",more", "values, the header has"),
     "empty": (lambda line: b"", "0 values, the header has"),
     "not a number": (

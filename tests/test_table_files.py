@@ -35,7 +35,7 @@ from tl_megamoe.explorer.table import (
 from tl_megamoe.schedule import Schedule
 
 
-@pytest.fixture(params=[1, 2], ids=["schema 1", "schema 2"])
+@pytest.fixture(params=[1, 2, 3], ids=["schema 1", "schema 2", "schema 3"])
 def old_schema(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -79,14 +79,18 @@ def test_the_first_append_brings_a_file_to_this_schema(
     pingpong = Schedule(math_mode="pingpong", block_m=64)
     with caplog.at_level(logging.WARNING):
         append_rows(old, [row(num_tokens=128, nvlink_gbs=1.5, **pingpong.to_dict())])
-    assert f"2 rows brought from schema {old_schema} to 3" in caplog.text
+    assert f"2 rows brought from schema {old_schema} to {SCHEMA}" in caplog.text
     after = list(csv.DictReader(io.StringIO(old.read_text())))
     assert list(after[0]) == list(COLUMNS)
     # Nothing is lost: every value as it was written, what is new beside it.
-    new = {"nvlink_gbs": "", "math_mode": "cooperative"} if old_schema == 1 else {}
+    new: dict[str, str] = {}
+    for version in range(old_schema + 1, SCHEMA + 1):
+        new |= MIGRATIONS[version].added
     for line, migrated in zip(before, after[:2], strict=True):
-        expected = {**MIGRATIONS[3].added, **new, **line, "schema": "3"}
-        assert migrated == {**expected, "notes": line["observation"], "observation": "0"}
+        expected = {**new, **line, "schema": str(SCHEMA)}
+        if old_schema < 3:
+            expected |= {"notes": line["observation"], "observation": "0"}
+        assert migrated == expected
     assert (after[2]["math_mode"], after[2]["nvlink_gbs"]) == ("pingpong", "1.5")
     assert [p.name for p in old.parent.iterdir()] == ["old.csv"]
     caplog.clear()
@@ -152,7 +156,7 @@ def test_writers_that_meet_at_a_migration_lose_nothing(old: Path) -> None:
     assert frame.groupby("seed").size().to_dict() == {0: 2, 1: 40, 2: 40, 3: 40}
 
 
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_a_summary_of_an_older_schema_is_brought_along(tmp_path: Path, schema: int) -> None:
     path = tmp_path / "summary.csv"
     values = {k: v for k, v in row().items() if k in SUMMARY_COLUMNS}
@@ -163,7 +167,7 @@ def test_a_summary_of_an_older_schema_is_brought_along(tmp_path: Path, schema: i
     assert frame["problem"].tolist() == ["p", "q"]
     assert frame["math_mode"].tolist() == ["cooperative"] * 2
     assert frame["stage"].tolist() == ["screen", "confirm"]
-    assert path.read_text().splitlines()[1].startswith("3,p,")
+    assert path.read_text().splitlines()[1].startswith(f"{SCHEMA},p,")
     assert ",205.50001234," in path.read_text()  # as it was written
 
 
@@ -338,7 +342,7 @@ def test_rows_are_there_once_however_often_a_search_is_killed(tmp_path: Path, sc
     assert sorted(read_table(path)["num_tokens"]) == list(range(1, KILLED_ROWS + 2))
     rejected = tmp_path / "t.csv.rejected"
     for line in rejected.read_text().splitlines() if rejected.exists() else []:
-        assert line.startswith("3,p,") or "3,p,".startswith(line)
+        assert line.startswith(f"{SCHEMA},p,") or f"{SCHEMA},p,".startswith(line)
 
 
 def test_a_file_with_other_line_ends_is_read_and_mended(
