@@ -99,8 +99,8 @@ def test_the_space_is_shown_as_data(capsys: pytest.CaptureFixture[str], space: s
     assert "experts_per_wave 3: 1 5 32" in lines
     assert "order, lag 2: wave/0 lag/4" in lines
     lines = [" ".join(line.split()) for line in listed(capsys, "--explain")]
-    assert "experts_per_wave 4: 4 8 16 32" in lines
-    assert "* math_mode pingpong, block_m 64, stages 4" in lines
+    assert "experts_per_wave 3: 8 16 32" in lines
+    assert "* math_mode pingpong, block_m 64, stages 4, evict_first 1" in lines
     assert any(line.startswith("classic ") for line in lines)
 
 
