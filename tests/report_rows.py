@@ -30,7 +30,7 @@ FAST, SLOW = (
 
 
 def result_row(tokens: int, schedule: Schedule, us: float | None, **fields: Any) -> dict[str, Any]:
-    """A row of schema 3; a time makes it `ok`, with the rest of its numbers."""
+    """A row of this schema; a time makes it `ok`, with the rest of its numbers."""
     floor = float(fields.get("floor_us", 100.0 + tokens))
     row: dict[str, Any] = {
         "problem": FLASH.name,

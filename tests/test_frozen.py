@@ -194,6 +194,19 @@ def test_other_ranks_in_the_file_stay(tables: Path) -> None:
     assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == FAST
 
 
+def test_real_ranks_take_a_one_rank_schedule_without_evict_first(tmp_path: Path) -> None:
+    first = replace(FAST, evict_first=1)
+    append_rows(table_path(tmp_path / "results", DEVICE, VIEW.name), confirm_rows(16, {first: 9.0}))
+    run_freeze(tmp_path)
+    root = tmp_path / "schedules"
+    ran = {
+        mode: resolve(FLASH, DEVICE, 64, 16, root=root, rank_mode=mode)
+        for mode in ("virtual", "real")
+    }
+    assert {mode: it.schedule for mode, it in ran.items()} == {"virtual": first, "real": FAST}
+    assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == first
+
+
 def test_summary_has_a_row_a_frozen_cell(tables: Path) -> None:
     run_freeze(tables)
     path = tables / "results" / DEVICE / "summary.csv"

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -329,12 +329,16 @@ def _pick(
     last = entry is entries[-1]
     interval = f"{least} and more" if last else f"{least} to {entry.max_tokens}"
     message = f"frozen in {file.path} for {interval} tokens on {file.device}"
+    schedule = entry.schedule
     if entry.rank_mode != rank_mode:
+        if rank_mode == "real":
+            # Has run on one GPU only: peers write what the owner drops from its L2 (device/l2.py).
+            schedule = replace(schedule, evict_first=0)
         message += (
             f", measured with rank mode {entry.rank_mode!r} as one of {entry.num_ranks} ranks: "
             f"nothing is frozen for rank mode {rank_mode!r}"
         )
-    return Resolution(entry.schedule, "frozen", file.path, entry, message)
+    return Resolution(schedule, "frozen", file.path, entry, message)
 
 
 def resolve(
