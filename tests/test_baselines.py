@@ -28,9 +28,11 @@ from tl_megamoe.explorer.baselines.deepgemm_mega_moe import DeepGemmMegaMoe, _gr
 from tl_megamoe.explorer.baselines.pieces import Rows, quantise
 from tl_megamoe.explorer.baselines.torch_bf16 import TorchBf16
 from tl_megamoe.explorer.baselines.torch_fp8 import TorchFp8
-from tl_megamoe.explorer.baselines.unfused import Unfused
+from tl_megamoe.explorer.baselines.unfused import Unfused, unfused_specs
+from tl_megamoe.kernel import KernelSpec
 from tl_megamoe.recipe import ALL_RECIPES, Recipe
 from tl_megamoe.scaling import quantize_rows
+from tl_megamoe.schedule import default_schedule
 from tl_megamoe.synthetic import random_inputs
 from tl_megamoe.weights import PlainWeights
 
@@ -155,6 +157,21 @@ def test_unfused_needs_our_side(seed: int) -> None:
     with pytest.raises(ValueError, match="runs our own kernels"):
         Unfused().prepare(make_layer(3, seed))
     assert Unfused().refuses(PAIR, Recipe()) is None
+
+
+def test_unfused_phases_have_no_hint_that_pays_only_in_the_fused_kernel(seed: int) -> None:
+    layer = make_layer(3, seed)
+    memory: Any = SimpleNamespace(capacity=64)
+    sets = [replace(s, buffer=memory, weights=memory) for s in layer.sets]
+    ran: list[int] = []
+
+    def compile_spec(spec: KernelSpec) -> Any:
+        return SimpleNamespace(launch=lambda *given: ran.append(given[-1].evict_first))
+
+    schedule = replace(default_schedule(SMALL, 3), evict_first=1)
+    given = replace(layer, sets=sets, schedule=schedule, compile_spec=compile_spec)
+    Unfused().prepare(given).launch(0)
+    assert ran == [0] * len(unfused_specs(SMALL, schedule, 64, Recipe()))
 
 
 # ---- DeepGEMM's own layer

@@ -204,6 +204,7 @@ def test_real_ranks_take_a_one_rank_schedule_without_evict_first(tmp_path: Path)
         for mode in ("virtual", "real")
     }
     assert {mode: it.schedule for mode, it in ran.items()} == {"virtual": first, "real": FAST}
+    assert [mode for mode, it in ran.items() if "without its evict_first" in it.message] == ["real"]
     assert resolve(VIEW, DEVICE, 64, 16, root=root).schedule == first
 
 

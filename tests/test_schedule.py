@@ -124,6 +124,12 @@ def test_dict_round_trip(schedule: Schedule) -> None:
     assert hash(Schedule.from_dict(schedule.to_dict())) == hash(schedule)
 
 
+def test_a_schedule_written_before_evict_first_reads_as_without() -> None:
+    values = Schedule(stages=3).to_dict()
+    del values["evict_first"]
+    assert Schedule.from_dict(values) == Schedule(stages=3)
+
+
 @settings(max_examples=300)
 @given(st.randoms())
 def test_names_are_unique(rng: random.Random) -> None:

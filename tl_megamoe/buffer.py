@@ -51,12 +51,11 @@ INPUTS = ("x", "x_sf", "topk_idx", "topk_weights")
 class SymmBuffer:
     """One rank's buffer, zeroed once; the kernel needs no memset between launches.
 
-    Attributes (the tensors are views of one allocation, see layout.py for their shapes):
+    Attributes (views of one allocation, see layout.py; what `evict_first` drops holds anything):
         x, x_sf, topk_idx, topk_weights: inputs, filled by the caller; `topk_idx` starts at -1.
         l1_acts, l1_acts_sf, l1_topk_weights, token_src_metadata: receive pool of linear1.
         l2_acts, l2_acts_sf: pool of linear2.
-        combine_acts: (topk, capacity, hidden) bf16, rows that came back. These, `l1_acts`
-            and `l2_acts` hold anything after a launch with `Schedule.evict_first`.
+        combine_acts: (topk, capacity, hidden) bf16, rows that came back.
         src_routes, recv_stats, workspace: routing lists, cumulative counts, counters.
         expert_recv_count_sum: (local experts,) int32, rows each expert received in the last launch.
         l1_arrival_count, l2_arrival, l2_done: (pool blocks,) int32, zero between launches.

@@ -331,13 +331,14 @@ def _pick(
     message = f"frozen in {file.path} for {interval} tokens on {file.device}"
     schedule = entry.schedule
     if entry.rank_mode != rank_mode:
-        if rank_mode == "real":
-            # Has run on one GPU only: peers write what the owner drops from its L2 (device/l2.py).
-            schedule = replace(schedule, evict_first=0)
         message += (
             f", measured with rank mode {entry.rank_mode!r} as one of {entry.num_ranks} ranks: "
             f"nothing is frozen for rank mode {rank_mode!r}"
         )
+        if rank_mode == "real" and schedule.evict_first:
+            # Has run on one GPU only: peers write what the owner drops from its L2 (device/l2.py).
+            schedule = replace(schedule, evict_first=0)
+            message += "; without its evict_first, which has not run between GPUs"
     return Resolution(schedule, "frozen", file.path, entry, message)
 
 
