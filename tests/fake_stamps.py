@@ -59,19 +59,20 @@ def lanes_of(schedule: Schedule, mine: Sequence[Task]) -> list[list[Stamp]]:
         return [(kind, t.phase, t.block, t.tile) for t in of for kind in kinds]
 
     pulls = [(stamps.PULL, 0, n, 0) for n in range(PULLS)]
-    lanes = [
-        [*alone(stamps.ROUTE, *([stamps.COUNTS] if warp == 0 else []), stamps.START), *pulls]
+    counts = [
+        alone(stamps.ROUTE, *([stamps.COUNTS] if warp == 0 else []), stamps.START)
         for warp in range(schedule.dispatch_warps)
     ]
-    start = alone(stamps.ROUTE, stamps.START)
-    lanes.append([*start, *tiles(mine, (stamps.ARRIVAL, stamps.LOAD))])
+    start, reset = alone(stamps.ROUTE, stamps.START), alone(stamps.COMBINE_WAIT, stamps.RESET)
+    lanes = [[*known, *pulls, *reset] for known in counts]
+    lanes.append([*start, *tiles(mine, (stamps.ARRIVAL, stamps.LOAD)), *reset])
     if schedule.load_warps == 2:
-        lanes.append([*start, *tiles(mine, (stamps.LOAD,))])
-    lanes += [start] * (stamps.NUM_LANES - 2 - len(lanes))
+        lanes.append([*start, *tiles(mine, (stamps.LOAD,)), *reset])
+    lanes += [[*start, *reset]] * (stamps.NUM_LANES - 2 - len(lanes))
     work: tuple[int, ...] = (stamps.STAGE, stamps.MULTIPLY, stamps.FINISH)
     if schedule.pingpong:
         work = (stamps.TURN, *work[:2], stamps.FINISH_TURN, stamps.FINISH)
-    end = alone(stamps.COMBINE_WAIT, stamps.COMBINE, stamps.RESET)
+    end = alone(stamps.COMBINE_WAIT, stamps.COMBINE)
     for wg in (0, 1):
         turns = mine[wg::2] if schedule.pingpong else mine
         lanes.append([*start, *tiles(turns, work), *end])

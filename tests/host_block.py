@@ -39,6 +39,7 @@ class Block:
         self.rows_loaded: list[tuple[Task, list[Row]]] = []
         self.weights_loaded: list[Task] = []
         self.released: dict[int, int] = defaultdict(int)
+        self.stored = [0, 0]
         self.multiply_turn = (NamedBarrier(2), NamedBarrier(2))
         self.finish_turn = (NamedBarrier(2), NamedBarrier(2))
         self.amax, self.math_barrier = NamedBarrier(2), NamedBarrier(2)
@@ -50,21 +51,31 @@ class Block:
             self.loads = {"load": (True, True)}
         slots = world.rules.task_slots or s.task_slots
         self.tasks = Tasks(slots, (*self.loads, "math 0", "math 1"))
-        self.roles = s.dispatch_warps + s.load_warps + 3
+        self.movers = s.dispatch_warps + s.load_warps
+        self.roles = self.movers + 3
+        self.meeting = NamedBarrier(self.movers + 2)
 
     def agents(self) -> Iterator[tuple[str, Agent]]:
         where = f"rank {self.rank.rank} block {self.number}"
         yield f"{where} start", self._role(self.start())
-        for name, what in self.loads.items():
-            yield f"{where} {name}", self._role(self.load(Lookahead(self, name, *what)))
+        for warp, (name, what) in enumerate(self.loads.items()):
+            load = self.load(Lookahead(self, name, *what))
+            yield f"{where} {name}", self._role(self.moves(load, warp))
         for warp in range(self.plan.schedule.dispatch_warps):
-            yield f"{where} dispatch {warp}", self._role(self.dispatch(warp))
+            dispatch = self.moves(self.dispatch(warp), len(self.loads) + warp)
+            yield f"{where} dispatch {warp}", self._role(dispatch)
         for wg in (0, 1):
             yield f"{where} math {wg}", self._role(self.math(wg))
 
     def _role(self, agent: Agent) -> Agent:
         yield from agent
         self.done += 1
+
+    def moves(self, agent: Agent, warp: int) -> Agent:
+        """A load or dispatch warp, which zeroes counters when all tiles are done."""
+        yield from agent
+        yield from self.meeting.sync(2 + warp)
+        yield from self.reset(warp)
 
     def wait_known(self) -> Wait:
         return "counts", lambda: self.known
@@ -271,11 +282,13 @@ class Block:
                 elif not ahead.ready and (
                     rules.token_wait if task.phase == 1 else rules.linear1_wait
                 ):
-                    yield self.wait_for_rows(task)
+                    yield from ahead.wait_for(self.wait_for_rows(task))
                 if task.phase == 1 and plan.ring_wraps and block >= ring:
                     if rules.intermediate_wait:
                         target, label = plan.l2_done_target, "intermediate ring: linear2"
-                        yield rank.equal("l2_done", block - ring, target, label)
+                        yield from ahead.wait_for(
+                            rank.equal("l2_done", block - ring, target, label)
+                        )
             passes, groups = self.loops(task)
             for part in range(passes):
                 for k in range(groups):
@@ -286,10 +299,12 @@ class Block:
                         rank.rows_read[task.phase, block] += num_rows
                     if ahead.publishes:
                         self.weights_loaded.append(task)
-                    if part == 0 and k == groups // 2:
-                        yield from ahead.look()
+                    if part == 0:
+                        yield from ahead.beside(k, groups)
                     step += 1
             yield from ahead.advance()
+        if rules.report_at_end:
+            yield from ahead.report()
 
     def is_free(self, step: int) -> bool:
         """Whether the stage of an earlier step has been read."""
@@ -344,7 +359,7 @@ class Block:
 
     def math(self, wg: int) -> Agent:
         rank = self.rank
-        report, turns, turn = Report(self), Turns(self, wg), 0
+        report, turns, turn = Report(self, wg), Turns(self, wg), 0
         yield self.wait_known()
         yield from turns.start()
         while (task := turns.task) is not None:
@@ -376,7 +391,7 @@ class Block:
         yield from self.math_barrier.sync(wg)
         if wg == 0:
             yield from self.sync_ranks("combine", send_counts=False)
-        yield from self.math_barrier.sync(wg)
+        yield from self.meeting.sync(wg)
         yield from self.combine(wg)
 
     def multiply(
@@ -470,7 +485,7 @@ class Block:
         yield None
 
     def combine(self, wg: int) -> Agent:
-        """Tokens of this rank, an eighth of the grid a warp; then the counters."""
+        """Tokens of this rank, a share of the grid's a warpgroup."""
         plan, rank = self.plan, self.rank
         problem, sms = plan.problem, plan.schedule.num_sms
         yield None
@@ -483,18 +498,23 @@ class Block:
                     found = rank.combine_acts.get((row, column))
                     wanted = (rank.launch, rank.rank, token, expert)
                     check(found == wanted, f"slot {slot} of token {token}: {found}, not {wanted}")
+
+    def reset(self, warp: int) -> Agent:
+        """Zero the counters, while the math warpgroups combine."""
+        plan, rank = self.plan, self.rank
+        first, step = self.number * self.movers + warp, plan.schedule.num_sms * self.movers
         yield None
         targets = {
             "l1_arrival_count": 0 if self.gathers else plan.l1_arrival_target,
             "l2_arrival": plan.l2_arrival_target,
             "l2_done": plan.l2_done_target if plan.ring_wraps else 0,
         }
-        for block in range(self.number * 2 + wg, self.first_block[-1], sms * 2):
+        for block in range(first, self.first_block[-1], step):
             for counter, target in targets.items():
                 at = plan.counter(counter) + block
                 check(rank.workspace[at] == target, f"{counter}[{block}] ends below {target}")
                 rank.workspace[at] = 0
-        if self.number == wg == 0:
+        if first == 0:
             rank.workspace[plan.counter("next_task")] = 0
-        for expert in range(self.number * 2 + wg, problem.num_experts, sms * 2):
+        for expert in range(first, plan.problem.num_experts, step):
             rank.workspace[plan.counter("expert_send_count") + expert] = 0

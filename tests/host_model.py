@@ -36,9 +36,11 @@ class Rules:
         token_wait, linear1_wait: a tile waits for its rows, for all linear1 tiles of its block.
         task_slots: entries of the ring of published tiles; the schedule's when None.
         claim_past_end: a warp that has found the end of the walk claims once more.
-        pay_if_empty: a report is paid at once where the next tile's first stage is not full.
-        pay_at_end: a report is paid when a warpgroup leaves the walk.
-        stores_wait: a report waits for the tile's stores.
+        pay_if_empty: a tile is counted at once where the next one's first stage is not full.
+        pay_at_end: a tile is counted when a warpgroup leaves the walk.
+        report_first: a load warp that waits for other blocks reports the tile before meanwhile.
+        report_at_end: a load warp reports its last tile.
+        stores_wait: a tile is counted, or reported, behind its stores.
         maxima_turns: row maxima go to the other of two buffers after every exchange.
         most_counted: routes that are few: with more, the blocks of one rank count them together.
             The schedule's threads when None.
@@ -54,6 +56,8 @@ class Rules:
     claim_past_end: bool = False
     pay_if_empty: bool = True
     pay_at_end: bool = True
+    report_first: bool = True
+    report_at_end: bool = True
     stores_wait: bool = True
     maxima_turns: bool = True
     most_counted: int | None = None

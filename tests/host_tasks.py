@@ -65,14 +65,21 @@ class Lookahead:
         self.task: Task | None = None
         self.rows = 0
         self.ready = self.next_ready = False
+        self.reports = loads_rows and not block.plan.schedule.pingpong
+        self.owed: int | None = None
+        self.reported = 0
 
     def start(self) -> Agent:
-        yield from self.look()
+        self.publish()
+        yield from self.ask()
         yield from self.advance()
 
     def advance(self) -> Agent:
         """Go on to the next tile, and claim the one behind it."""
         block = self.block
+        if self.reports and self.task is not None and self.task.phase == 1:
+            check(self.owed is None, "a report is forgotten")
+            self.owed = self.task.block
         self.task, self.rows = yield from block.tasks.read(self.place, self.name)
         self.place += 1
         self.ready = self.next_ready
@@ -80,18 +87,52 @@ class Lookahead:
             yield None
             self.index = block.rank.claim()
 
-    def look(self) -> Agent:
-        """Find out the next tile, and whether its rows are there."""
-        block = self.block
+    def publish(self) -> None:
+        """Find out the next tile and tell everyone: on the device one K block and a later one, and
+        nothing in between depends on it."""
         if self.publishes:
+            block = self.block
             task = block.task(self.index + block.plan.schedule.num_sms)
-            tile = task, block.rows_of(task) if task is not None else 0
-            block.tasks.publish(self.place, tile)
-        else:
-            tile = yield from block.tasks.look(self.place)
-        if self.loads_rows and tile[0] is not None:
-            yield None
-            self.next_ready = block.wait_for_rows(tile[0])[1]()
+            block.tasks.publish(self.place, (task, block.rows_of(task) if task is not None else 0))
+
+    def ask(self) -> Agent:
+        """Find out whether the next tile's rows are there."""
+        if self.loads_rows:
+            task, _ = yield from self.block.tasks.look(self.place)
+            if task is not None:
+                yield None
+                self.next_ready = self.block.wait_for_rows(task)[1]()
+
+    def report(self) -> Agent:
+        """Report the linear1 tile before this one, if that is still to be done."""
+        if self.owed is None:
+            return
+        block, plan = self.block, self.block.plan
+        self.reported += 1
+        yield "stores of a tile", lambda: min(block.stored) >= self.reported
+        yield None
+        block.rank.add("l2_arrival", self.owed, plan.warpgroups_a_tile, plan.l2_arrival_target)
+        self.owed = None
+
+    def wait_for(self, wait: Wait) -> Agent:
+        """Wait for other blocks, and meanwhile report the tile before this one."""
+        block, (what, come) = self.block, wait
+        if self.owed is not None and block.world.rules.report_first:
+            stored = self.reported + 1
+            yield f"{what}, or stores of a tile", lambda: come() or min(block.stored) >= stored
+            if come():
+                return
+            yield from self.report()
+        yield wait
+
+    def beside(self, k: int, num_k: int) -> Agent:
+        """What comes behind the loads of K block `k` of a tile."""
+        if k == min(self.block.plan.schedule.stages + 1, num_k - 1):
+            yield from self.report()
+        if k == num_k // 2:
+            self.publish()
+        if k == num_k * 3 // 4:
+            yield from self.ask()
 
 
 class Turns:
@@ -153,8 +194,8 @@ class Report:
     Its stores reach memory as late as they may: when it waits for them.
     """
 
-    def __init__(self, block: Block):
-        self.block = block
+    def __init__(self, block: Block, wg: int):
+        self.block, self.wg = block, wg
         self.owed: int | None = None
         self.stores: dict[tuple[int, int], Row] = {}
 
@@ -173,7 +214,10 @@ class Report:
         if waits:
             rank.l2.update(self.stores)
             yield None
-        rank.add("l2_arrival", self.owed, 1, target)
+        if self.block.plan.schedule.pingpong:
+            rank.add("l2_arrival", self.owed, 1, target)
+        else:
+            self.block.stored[self.wg] += 1
         yield None
         if not waits:
             rank.l2.update(self.stores)

@@ -165,7 +165,7 @@ def test_the_wave_order_over_a_ring_hangs(seed: int) -> None:
 def test_a_missing_wait_is_seen(
     rules: Rules, order: tuple[bool, int], message: str, seed: int
 ) -> None:
-    found = breaks(rules, seed=seed, order=order, num_sms=3)
+    found = breaks(rules, seed=seed, order=order, num_sms=6, runs=8)
     assert found
     assert any(re.search(message, str(error)) for error in found), found
 
@@ -177,6 +177,8 @@ def test_a_missing_wait_is_seen(
         (Rules(task_slots=2), "pingpong", ModelError, "entry .* before math . has read it"),
         (Rules(pay_if_empty=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
         (Rules(pay_at_end=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
+        (Rules(report_first=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
+        (Rules(report_at_end=False), "cooperative", DeadlockError, "roles wait: .* linear1"),
         (Rules(stores_wait=False), "cooperative", ModelError, "linear2 of block .* reads row"),
         (Rules(stores_wait=False), "pingpong", ModelError, "linear2 of block .* reads row"),
         (Rules(stores_wait=False), "swapped", ModelError, "linear2 of block .* reads row"),
@@ -202,7 +204,7 @@ def test_a_claim_past_the_end_outlives_the_launch(seed: int) -> None:
             name="few", hidden=256, intermediate=128, num_experts=2, num_topk=1, num_ranks=1
         )
         plan = make_plan(problem, Schedule(stages=1, num_sms=2, experts_per_wave=2), 20)
-        for style in STYLES * 10:
+        for style in STYLES * 150:
             try:
                 World(plan, [[[]], [[[0]] * 20]], (False, 2), rng, style, rules).run()
             except ModelError as error:

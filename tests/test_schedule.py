@@ -231,8 +231,10 @@ def test_shared_memory_is_what_the_buffers_take(case: tuple[Problem, Recipe, Sch
         # Two buffers: of the warpgroups, or of their warps.
         "amax": 2 * (8 if schedule.swapped else 2) * 64,
         "scales": 2 * scales * schedule.block_m,
-        # Entries of tiles; counts by source rank; total, first_block and first_row with their ends.
+        # Entries of tiles, tiles stored by warpgroup; counts by source rank; total, first_block and
+        # first_row with their ends.
         "tables": 4 * slots
+        + 2
         + problem.num_experts
         + 3 * problem.num_local_experts
         + 2

@@ -30,7 +30,7 @@ from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
 from .device.pingpong import Turns
 from .device.plan import FP8, Params, Plan
 from .device.remote import REMOTE_CUDA
-from .device.report import REPORT_CUDA, Report
+from .device.report import REPORT_CUDA, Report, clear_stored
 from .device.ring import RING_CUDA, Cursor, Shared
 from .device.swapped import SWAPPED_CUDA, SWAPPED_SWIGLU_CUDA
 from .device.tasks import TASKS_CUDA
@@ -48,11 +48,11 @@ DEVICE_CUDA = (
     + REMOTE_CUDA
     + L2_CUDA
     + RING_CUDA
-    + REPORT_CUDA
     + TASKS_CUDA
     + LOOKAHEAD_CUDA
     + WALK_CUDA
     + MATMUL_CUDA
+    + REPORT_CUDA
     + SCALING_CUDA
     + DISPATCH_CUDA
     + COMBINE_CUDA
@@ -109,6 +109,7 @@ def load_role(plan: Plan, p: Params, shared: Shared, grid_block, what):
                 second.load(plan, p, shared, cursor, ahead, block, tile)
                 trace.mark_tile(plan, p, trace.LOAD, 2, block, tile)
                 ahead.advance()
+    ahead.report_before()
 
 
 @T.macro
@@ -129,7 +130,7 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
         first, second = linear_phases(plan)
         acc = Accumulators(MAX_UNITS)
         cursor = Cursor(plan.schedule.stages, 0)
-        report = Report(plan, p, wg)
+        report = Report(plan, p, shared, wg)
         turns = Turns(plan, shared, cursor, wg)
         block = T.alloc_var("int32")
         tile = T.alloc_var("int32")
@@ -190,9 +191,6 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
                     turns.next()
         report.pay_deferred()
         turns.end()
-    if plan.phase == "dispatch":
-        # Nobody else waits for the rows here; counters are reset when all are pulled.
-        barriers.sync(barriers.BLOCK, plan.schedule.threads)
     sums = combine.Combine(plan, p, grid_block, wg)
     if plan.runs("combine"):
         sums.prepare()
@@ -201,8 +199,6 @@ def math_role(plan: Plan, p: Params, shared: Shared, grid_block, wg):
     if plan.runs("combine"):
         sums.run()
         trace.mark(plan, p, trace.COMBINE)
-    combine.reset_counters(plan, p, shared, grid_block)
-    trace.mark(plan, p, trace.RESET)
 
 
 def build_program(plan: Plan):
@@ -295,13 +291,11 @@ def build_program(plan: Plan):
                     else:
                         if plan.runs("dispatch"):
                             dispatch.pull_rows(plan, p, shared, grid_block)
-                    if plan.phase == "dispatch":
-                        barriers.sync(barriers.BLOCK, s.threads)
                 else:
+                    if tx == s.first_load_thread:
+                        clear_stored(shared)
                     barriers.sync(barriers.BLOCK, s.threads)
                     trace.mark(plan, p, trace.START)
-                    if plan.phase == "dispatch":
-                        barriers.sync(barriers.BLOCK, s.threads)
                     if plan.runs("linear1") or plan.runs("linear2"):
                         if tx < s.first_load_thread + 32:
                             load_role(plan, p, shared, grid_block, (True, s.load_warps == 1))
@@ -309,6 +303,8 @@ def build_program(plan: Plan):
                             if s.load_warps == 2:
                                 if tx < s.first_load_thread + 64:
                                     load_role(plan, p, shared, grid_block, (False, True))
+                combine.wait_beside(plan, p)
+                combine.reset_counters(plan, p, shared, grid_block)
             else:
                 T.set_max_nreg(s.math_registers, 1)
                 # One text for both warpgroups: half the code to compile and to fetch.

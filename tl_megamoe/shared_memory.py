@@ -30,7 +30,7 @@ def buffers(
 ) -> dict[str, int]:
     """`Schedule.smem_buffers`, with a table of so many routes."""
     s, scales = schedule, recipe.scales_per_k_block
-    tables = 4 * s.task_slots + problem.num_experts + 3 * problem.num_local_experts + 2
+    tables = 4 * s.task_slots + 2 + problem.num_experts + 3 * problem.num_local_experts + 2
     tables += few_routes
     sizes = {
         "ring_a": s.stages * s.block_m * SCALE_BLOCK,

@@ -22,7 +22,9 @@ pace1, pace2, tlb1 and tlb2 those of few_routes.patch on 438e93e; gN, oldc, few0
 walk_groups.patch on 0af0d14, whose measured trees are not commits (results/notes.md).
 Those of l2_place.patch on 20de27c: wf, w1 (weights evict_first, all or of experts with one block),
 sl, sf (scattered rows evict_last, evict_first), al, af, pl (loads of rows, writes of the pools),
-cd, pd (rows of combine, pools discarded), mp, mp2 (math warps pull a row, two).
+cd, pd (rows of combine, pools discarded), mp, mp2 (math warps pull a row, two). Those of
+beside_loads.patch on 0ba03a8: lk, rp (what load warps do beside), first, prime (the first product
+early), hf, hf2 (the last tiles in halves), rs (counters zeroed beside combine).
 prefetch_ring.patch is for a195d07 and has none. PROBLEM names another preset.
 
 Fused variants are compared with the reference and with the first one, to the bit.

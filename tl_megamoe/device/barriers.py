@@ -4,8 +4,9 @@ TileLang's own thread barriers carry no memory clobber and pick ids from 3 up, s
 is placed by hand (the program disables `thread_storage_sync`) and goes through these helpers.
 
 id                       threads              meaning
-BLOCK                    all 384              the roles meet: routing steps, counts known
-MATH                     256                  all tiles of this block are done; combine may start
+BLOCK                    all 384              the roles meet: routing steps, counts known, (of a
+                                              phase alone) this block done, all blocks done
+MATH                     256                  all tiles of this block are done
 MULTIPLY + warpgroup     256 (128 arrive)     pingpong: the other warpgroup's products are issued
 FINISH + warpgroup       256 (128 arrive)     pingpong: the other warpgroup's tile is written
 AMAX                     256                  both math warpgroups have written their row maxima

@@ -61,18 +61,15 @@ def drop_line(at):
 
 
 @T.macro
-def drop_pools(plan: Plan, p: Params, shared, grid_block):
-    """Drop the pool blocks of this launch, behind its last barrier. Role: math, 256 threads."""
+def drop_pools(plan: Plan, p: Params, shared, thread, threads: int):
+    """Drop the pool blocks of this launch, behind its last barrier; thread `thread` of `threads`."""
     problem, s = plan.problem, plan.schedule
     rows = T.alloc_var("int32")
     rows = T.min(shared.first_block[problem.num_local_experts], plan.ring_blocks) * s.block_m
     if (p.evict_first == 1) & (rows <= DROPPED_BYTES // (problem.hidden + problem.intermediate)):
-        thread = grid_block * 256 + T.get_thread_binding() - 128
         pooled = T.if_then_else(plan.is_few(p), 0, rows) if plan.gathers else rows
         for acts, num_bytes in (
             (p.l1_acts[0, 0], pooled * problem.hidden),
             (p.l2_acts[0, 0, 0, 0], rows * problem.intermediate),
         ):
-            T.call_extern(
-                "handle", "tlmm_drop", T.address_of(acts), num_bytes, thread, s.num_sms * 256
-            )
+            T.call_extern("handle", "tlmm_drop", T.address_of(acts), num_bytes, thread, threads)

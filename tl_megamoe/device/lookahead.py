@@ -2,11 +2,19 @@
 
 A block's first tile is that of its number; every other is claimed, by an add on `next_task`, so
 that no block idles while another has tiles left. Claims are in the order of the walk, and a tile
-waits only for tiles before it, so that the wait ends while all blocks are resident. The warp that
-loads weights claims the next tile when it begins one, and halfway through turns the answer into a
-tile for everyone (`Tasks`); the warp that loads rows then also asks whether that tile's rows have
-arrived. An acquire takes microseconds where memory is busy: asked for at the tile's beginning, all
-blocks would let memory idle there.
+waits only for tiles before it, so that the wait ends while all blocks are resident.
+
+part of a tile's K blocks   warp      what it does beside the loads
+its beginning               weights   claims the next tile
+stages + 1, or the last     rows      reports the linear1 tile before this one (report.py)
+a quarter                   weights   finds out which tile it has claimed
+a half                      weights   and whose, and tells everyone (`Tasks`)
+three quarters              rows      asks whether that tile's rows have arrived
+
+Each of these takes up to 2000 clocks, a K block of the math warpgroups half as many, and a ring of
+4 stages holds four: done one after the other they would empty it. (Of a tile with two K loops, the
+first.) The last does not come at a tile's
+beginning: an acquire takes microseconds where memory is busy, and all blocks would let it idle.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ import tilelang.language as T
 
 from . import barriers, l2, walk
 from .plan import Params, Plan
+from .report import report, wait_first
 from .ring import Cursor, Shared
 from .walk import LINEAR1_BIT
 
@@ -47,6 +56,8 @@ class Lookahead:
     once: 1 when L2 need not keep its weights (l2.py).
     ready: 1 when its rows are known to be in the pool and may be loaded.
     is_first: 1 while it is the block's first.
+    owed: the pool block of the linear1 tile before it, until that is reported; -1 when nothing is.
+    reported: linear1 tiles that are.
     """
 
     def __init__(self, plan: Plan, p: Params, shared: Shared, grid_block, what):
@@ -55,6 +66,7 @@ class Lookahead:
         self.shared = shared
         self.tasks = shared.tasks
         self.loads_rows, self.publishes = what
+        self.reports = self.loads_rows and plan.runs("linear1") and not plan.schedule.pingpong
         self.place = Cursor(plan.schedule.task_slots, 0)
         self.first = grid_block
         self.index = T.alloc_var("int32", init=0)
@@ -64,6 +76,9 @@ class Lookahead:
         self.once = T.alloc_var("int32", init=0)
         self.ready = T.alloc_var("int32", init=0)
         self.is_first = T.alloc_var("int32", init=0)
+        self.owed = T.alloc_var("int32", init=-1)
+        self.reported = T.alloc_var("int32", init=0)
+        self.come = T.alloc_var("int32", init=0)
         self.next_code = T.alloc_var("int32", init=0)
         self.next_expert = T.alloc_var("int32", init=0)
         self.next_rows = T.alloc_var("int32", init=0)
@@ -73,7 +88,9 @@ class Lookahead:
     def start(self):
         """Look up the block's first tile."""
         self.index[0] = self.first - self.plan.schedule.num_sms
-        self.look()
+        self.find()
+        self.publish()
+        self.ask()
         self.advance()
         self.is_first[0] = 1
 
@@ -81,6 +98,9 @@ class Lookahead:
     def advance(self):
         """Go on to the next tile, and claim the one behind it."""
         self.is_first[0] = 0
+        if self.reports:
+            if self.code[0] >= LINEAR1_BIT:
+                self.owed[0] = block_of(self.code[0])
         self.tasks.read(self.place, self.code, self.expert, self.rows)
         self.place.advance()
         self.ready[0] = self.next_ready[0]
@@ -93,8 +113,8 @@ class Lookahead:
                 )
 
     @T.inline
-    def look(self):
-        """Find out the next tile, and whether its rows are there."""
+    def find(self):
+        """Find out the next tile. The warp that loads weights."""
         if self.publishes:
             self.next_code[0] = walk.task_expression(
                 self.plan,
@@ -102,6 +122,11 @@ class Lookahead:
                 self.shared,
                 T.shfl_sync(self.index[0], 0) + self.plan.schedule.num_sms,
             )
+
+    @T.inline
+    def publish(self):
+        """Tell everyone of it. The warp that loads weights."""
+        if self.publishes:
             self.next_expert[0] = walk.expert_expression(
                 self.plan, self.shared, block_of(self.next_code[0])
             )
@@ -111,20 +136,66 @@ class Lookahead:
             self.tasks.publish(
                 self.place, self.next_code[0], self.next_expert[0], self.next_rows[0]
             )
-        else:
-            self.tasks.read(self.place, self.next_code, self.next_expert, self.next_rows)
-        if self.loads_rows and self.plan.fused:
-            self.next_ready[0] = 0
-            if self.waits_for_tokens(self.next_code[0]):
-                self.next_ready[0] = self.is_equal(
-                    "l1_arrival_count", self.next_code[0], self.plan.l1_arrival_target
+
+    @T.inline
+    def ask(self):
+        """Find out whether the next tile's rows are there. The warp that loads rows."""
+        if self.loads_rows:
+            if not self.publishes:
+                self.tasks.read(self.place, self.next_code, self.next_expert, self.next_rows)
+            if self.plan.fused:
+                self.next_ready[0] = 0
+                if self.waits_for_tokens(self.next_code[0]):
+                    self.next_ready[0] = self.is_equal(
+                        "l1_arrival_count", self.next_code[0], self.plan.l1_arrival_target
+                    )
+                if (self.next_code[0] >> 30) == 0:
+                    self.next_ready[0] = self.is_equal(
+                        "l2_arrival", self.next_code[0], self.plan.l2_arrival_target
+                    )
+                if self.next_ready[0] == 1:
+                    barriers.fence_async()
+
+    @T.inline
+    def report_before(self):
+        """Report the linear1 tile before this one, if that is still to be done."""
+        if self.reports:
+            if self.owed[0] >= 0:
+                self.reported[0] = self.reported[0] + 1
+                report(
+                    self.shared,
+                    self.reported[0],
+                    self.counter("l2_arrival", self.owed[0]),
+                    self.plan.warpgroups_a_tile,
                 )
-            if (self.next_code[0] >> 30) == 0:
-                self.next_ready[0] = self.is_equal(
-                    "l2_arrival", self.next_code[0], self.plan.l2_arrival_target
+                self.owed[0] = -1
+
+    def counter(self, name: str, block):
+        """A counter of a pool block."""
+        return self.p.workspace[self.plan.counter(name) + block]
+
+    @T.inline
+    def wait_for(self, name: str, target, of_block, tag, block, tile):
+        """Wait until a counter of pool block `of_block` has come to `target`, bounded. Meanwhile
+        the tile before this one is reported: others may wait for it, and this wait for them."""
+        self.come[0] = 0
+        if self.reports:
+            if self.owed[0] >= 0:
+                self.come[0] = wait_first(
+                    self.counter(name, of_block), target, self.shared, self.reported[0] + 1
                 )
-            if self.next_ready[0] == 1:
-                barriers.fence_async()
+                if self.come[0] == 0:
+                    self.report_before()
+        if self.come[0] == 0:
+            barriers.wait_equal(
+                self.p,
+                self.plan.counter(name) + of_block,
+                target,
+                tag,
+                block,
+                self.expert[0],
+                tile,
+            )
 
     def waits_for_tokens(self, code):
         """Whether a task is linear1's and its rows come through the pool, traced."""
@@ -133,7 +204,7 @@ class Lookahead:
 
     def is_equal(self, counter, code, want):
         """Whether a counter of a task's pool block has come to `want`, as 0 or 1."""
-        at = self.p.workspace[self.plan.counter(counter) + block_of(code)]
+        at = self.counter(counter, block_of(code))
         return T.call_extern("int32", "tlmm_is_equal", T.address_of(at), want)
 
     @T.inline
@@ -141,15 +212,7 @@ class Lookahead:
         """Wait until the tile's rows are in the pool, unless that is known."""
         if self.plan.fused:
             if self.ready[0] == 0:
-                barriers.wait_equal(
-                    self.p,
-                    self.plan.counter(counter) + block,
-                    target,
-                    tag,
-                    block,
-                    self.expert[0],
-                    tile,
-                )
+                self.wait_for(counter, target, block, tag, block, tile)
                 # Pairs with the writers' fences: plain and bulk stores of other blocks, our bulk
                 # loads.
                 barriers.fence_async()
@@ -172,7 +235,17 @@ class Lookahead:
         return held & T.Not(plan.is_few(self.p)) if plan.gathers else held
 
     @T.inline
-    def halfway(self, k, num_k):
-        """Part of the loop over a tile's K blocks."""
-        if k == num_k // 2:
-            self.look()
+    def beside(self, k, num_k: int):
+        """Part of the loop over a tile's K blocks, behind the loads of K block `k`."""
+        # The stage that comes next was K block 1's, under whose first product math warps count the
+        # tile before: they have. With fewer K blocks this may wait for them.
+        if k == min(self.plan.schedule.stages + 1, num_k - 1):
+            self.report_before()
+        if self.publishes:
+            if k == num_k // 4:
+                self.find()
+            if k == num_k // 2:
+                self.publish()
+        if self.loads_rows:
+            if k == num_k * 3 // 4:
+                self.ask()

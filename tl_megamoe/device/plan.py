@@ -171,10 +171,14 @@ class Plan:
         return self.schedule.block_m * self.chunks_per_row
 
     @property
+    def warpgroups_a_tile(self) -> int:
+        """Math warpgroups that compute one tile."""
+        return self.schedule.tile_warps // 4
+
+    @property
     def l2_arrival_target(self) -> int:
-        """What `l2_arrival` of a pool block reaches: each warpgroup of a linear1 tile reports."""
-        warpgroups = self.schedule.tile_warps // 4
-        return warpgroups * self.schedule.linear1_tiles(self.problem)
+        """What `l2_arrival` of a pool block reaches: a count a linear1 tile and warpgroup."""
+        return self.warpgroups_a_tile * self.schedule.linear1_tiles(self.problem)
 
     @property
     def l2_done_target(self) -> int:

@@ -317,7 +317,7 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
     Args:
         ring: where the operands go.
         cursor: this warp's place in the ring.
-        ahead: the warp's `Lookahead`: what it loads, and what it does halfway.
+        ahead: the warp's `Lookahead`: what it loads, and what it does beside.
         acts: its `start(ring, cursor, row, num_rows, k)` starts the copies of the rows.
         acts_sf: their scales (K/128 x scales of a K block, rows) float32; None where `acts` brings
             them.
@@ -362,7 +362,7 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
             ring.commit(cursor)
         cursor.advance()
         if part == 0:
-            ahead.halfway(k, num_k)
+            ahead.beside(k, num_k)
 
 
 class Table:
@@ -396,6 +396,7 @@ class Shared:
 
     table          entries               holds
     tasks          4 a slot              tiles on their way to the math warpgroups
+    stored         2                     linear1 tiles of each warpgroup that have left the block
     counts         experts               this block's routes, then received counts by source rank
     total          local experts         rows received
     first_block    local experts + 1     first pool block, number of blocks at the end
@@ -416,11 +417,12 @@ class Shared:
         self.scales = alloc_kib((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
         self.rows = alloc_kib((s.row_slots * plan.row_chunk,), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)
-        first = 4 * s.task_slots
+        first = 4 * s.task_slots + 2
         routes = first + problem.num_experts + 3 * local + 2
         few = s.few_routes(problem, plan.recipe)
         self.tables = alloc_kib((routes + few,), "int32")
         self.tasks = Tasks(s.task_slots, self.tables, 0)
+        self.stored = Table(self.tables, first - 2)
         self.counts = Table(self.tables, first)
         self.total = Table(self.tables, first + problem.num_experts)
         self.first_block = Table(self.tables, first + problem.num_experts + local)

@@ -1,7 +1,7 @@
 """The tiles of a block, from the warp that loads their weights to the math warpgroups.
 
-A position in the walk costs the better part of a microsecond to turn into a tile, expert and rows
-(divisions, three searches in shared memory). The weights warp has that time, since it runs ahead; the
+A position in the walk costs 3000 clocks to turn into a tile, expert and rows (divisions, two or
+three searches in shared memory). The weights warp has that time, since it runs ahead; the
 others do not, and read what it found.
 
 barrier           arrivals   meaning

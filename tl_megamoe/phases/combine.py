@@ -1,11 +1,14 @@
 """Combine: y[token] = sum over its slots of combine_acts[slot, token], FP32, rounded once to BF16.
 
-role   warps      work
-math   4 + 4      wait until every block's rows are written, then one (token, column chunk) a warp,
-                  whose rows are asked for while those of the one before are added
+role             warps    work
+math             4 + 4    wait until every block's rows are written, then one (token, column chunk)
+                          a warp, whose rows are asked for while those of the one before are added
+dispatch, load   4        meanwhile zero the counters and drop what L2 need not keep
 
 barrier         arrivals                meaning
 MATH            256                     all tiles of this block are scattered
+BLOCK           384                     all rows are there, for all roles; of a phase alone, before
+                                        that, this block's are
 combine_sync    one a block             all rows are in combine_acts (gpu scope, never reset)
 combine_signal  one a launch and peer   all rows of the peer are there (system scope, never reset)
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..device import barriers, l2
+from ..device import barriers, l2, trace
 from ..device.plan import ITEM_BYTES_BF16, Params, Plan
 from ..device.ring import Shared
 
@@ -153,7 +156,12 @@ class Item:
 
 @T.macro
 def wait_for_rows(plan: Plan, p: Params):
-    """Every tile of every block of every rank is done and visible. Role: math, 256 threads."""
+    """Every tile of every block of every rank is done and visible. Role: math, 256 threads; the
+    dispatch and load warps wait at the last barrier here in `reset_counters`."""
+    if not plan.fused:
+        # Of a phase alone nobody waits for rows or reports, and counters are zeroed behind the
+        # barrier of the grid: those of this block are there.
+        barriers.sync(barriers.BLOCK, plan.schedule.threads)
     barriers.sync(barriers.MATH, 256)
     if plan.problem.num_ranks > 1:
         if T.get_thread_binding() < 160:
@@ -161,7 +169,7 @@ def wait_for_rows(plan: Plan, p: Params):
     else:
         if T.get_thread_binding() == 128:
             barriers.grid_sync(plan, p, "combine_sync", barriers.TAG_COMBINE_SYNC)
-    barriers.sync(barriers.MATH, 256)
+    barriers.sync(barriers.BLOCK, plan.schedule.threads)
 
 
 @T.meta_class
@@ -220,21 +228,34 @@ class Combine:
 
 
 @T.macro
+def wait_beside(plan: Plan, p: Params):
+    """Every tile of every block of every rank is done. Role: dispatch and load, 128 threads, where
+    the math warpgroups are in `wait_for_rows`."""
+    T.sync_warp()
+    if not plan.fused:
+        barriers.sync(barriers.BLOCK, plan.schedule.threads)
+    barriers.sync(barriers.BLOCK, plan.schedule.threads)
+    trace.mark(plan, p, trace.COMBINE_WAIT)
+
+
+@T.macro
 def reset_counters(plan: Plan, p: Params, shared: Shared, grid_block):
-    """Zero what this launch counted, behind the last barrier: the next one needs no memset."""
-    num_sms = plan.schedule.num_sms
+    """Zero what this launch counted, behind the last barrier: the next one needs no memset. Role:
+    dispatch and load, 128 threads, while the math warpgroups combine."""
+    num_sms, threads = plan.schedule.num_sms, plan.schedule.role_threads
     tx = T.get_thread_binding()
     i = T.alloc_var("int32")
-    i = grid_block * 256 + tx - 128
+    i = grid_block * threads + tx
     while i < shared.first_block[plan.problem.num_local_experts]:
         for counter in ("l1_arrival_count", "l2_arrival", "l2_done"):
             p.workspace[plan.counter(counter) + i] = 0
-        i += num_sms * 256
-    if (grid_block == 0) & (tx == 128):
+        i += num_sms * threads
+    if (grid_block == 0) & (tx == 0):
         p.workspace[plan.counter("next_task")] = 0
     if plan.fused:
-        l2.drop_pools(plan, p, shared, grid_block)
-    i = grid_block * 256 + tx - 128
+        l2.drop_pools(plan, p, shared, grid_block * threads + tx, num_sms * threads)
+    i = grid_block * threads + tx
     while i < plan.problem.num_experts:
         p.workspace[plan.counter("expert_send_count") + i] = 0
-        i += num_sms * 256
+        i += num_sms * threads
+    trace.mark(plan, p, trace.RESET)

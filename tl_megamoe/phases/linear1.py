@@ -12,9 +12,10 @@ l2_done[earlier block]     one a linear2 tile (math)        its intermediate row
 ring.full, ring.empty      see device/ring.py               a K block is there, is read
 AMAX                       256 (64 x 256, group 128)        row maxima are in shared memory
 STAGING + warpgroup        128                              staging is free; it is filled
+shared.stored              one a warpgroup (not pingpong)   the tile's bulk stores are done
 l2_arrival[block]          one a warpgroup of a tile        linear2 may read the block (gpu scope)
 
-The last comes when the tile's bulk stores are done: device/report.py.
+The last two are in device/report.py.
 
 Which part of the tile a warpgroup computes is a `Share` (device/matmul.py): 64 rows and 64 matching
 gate and up columns a unit. With 128 columns a scale, a row's maximum is that of two units: of the
@@ -99,13 +100,12 @@ def wait_for_rows(plan: Plan, p: Params, ahead, block, tile):
         if plan.fused and plan.ring_wraps:
             # The tile's epilogue overwrites intermediate rows; it runs behind these loads.
             if block >= plan.ring_blocks:
-                barriers.wait_equal(
-                    p,
-                    plan.counter("l2_done") + block - plan.ring_blocks,
+                ahead.wait_for(
+                    "l2_done",
                     plan.l2_done_target,
+                    block - plan.ring_blocks,
                     barriers.TAG_INTERMEDIATE_RING,
                     block,
-                    ahead.expert[0],
                     tile,
                 )
         T.sync_warp()
