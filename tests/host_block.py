@@ -1,6 +1,7 @@
 """A block of the host model: its roles, which follow program.py and phases/*.py.
 
-host_tasks.py has what they hand each other, host_model.py what blocks share.
+host_tasks.py has what they hand each other, host_combine.py the end of a launch, host_model.py what
+blocks share.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Generator, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from host_combine import combine, reset
 from host_scheduler import Agent, NamedBarrier, Wait, check
 from host_tasks import Lookahead, Report, Row, Tasks, Turns
 
@@ -75,7 +77,7 @@ class Block:
         """A load or dispatch warp, which zeroes counters when all tiles are done."""
         yield from agent
         yield from self.meeting.sync(2 + warp)
-        yield from self.reset(warp)
+        yield from reset(self, warp)
 
     def wait_known(self) -> Wait:
         return "counts", lambda: self.known
@@ -355,7 +357,7 @@ class Block:
         local = self.plan.problem.num_local_experts
         return self.rank.rank * local + expert_of(self.first_block, block)
 
-    # ---- math (program.math_role, linear1.py, linear2.py), then combine
+    # ---- math (program.math_role, linear1.py, linear2.py); its end is in host_combine.py
 
     def math(self, wg: int) -> Agent:
         rank = self.rank
@@ -392,7 +394,7 @@ class Block:
         if wg == 0:
             yield from self.sync_ranks("combine", send_counts=False)
         yield from self.meeting.sync(wg)
-        yield from self.combine(wg)
+        yield from combine(self, wg)
 
     def multiply(
         self, task: Task, turns: Turns, report: Report
@@ -483,38 +485,3 @@ class Block:
                 check(peer.combine_acts.get(at, (-1,))[0] < rank.launch, "a row comes back twice")
                 peer.combine_acts[at] = (rank.launch, *sources[row], expert)
         yield None
-
-    def combine(self, wg: int) -> Agent:
-        """Tokens of this rank, a share of the grid's a warpgroup."""
-        plan, rank = self.plan, self.rank
-        problem, sms = plan.problem, plan.schedule.num_sms
-        yield None
-        for token in range(self.number * 2 + wg, len(rank.topk_idx), sms * 2):
-            for slot, expert in enumerate(rank.topk_idx[token]):
-                if not 0 <= expert < problem.num_experts:
-                    continue
-                for column in range(problem.hidden // 128):
-                    row = slot * plan.layout.capacity + token
-                    found = rank.combine_acts.get((row, column))
-                    wanted = (rank.launch, rank.rank, token, expert)
-                    check(found == wanted, f"slot {slot} of token {token}: {found}, not {wanted}")
-
-    def reset(self, warp: int) -> Agent:
-        """Zero the counters, while the math warpgroups combine."""
-        plan, rank = self.plan, self.rank
-        first, step = self.number * self.movers + warp, plan.schedule.num_sms * self.movers
-        yield None
-        targets = {
-            "l1_arrival_count": 0 if self.gathers else plan.l1_arrival_target,
-            "l2_arrival": plan.l2_arrival_target,
-            "l2_done": plan.l2_done_target if plan.ring_wraps else 0,
-        }
-        for block in range(first, self.first_block[-1], step):
-            for counter, target in targets.items():
-                at = plan.counter(counter) + block
-                check(rank.workspace[at] == target, f"{counter}[{block}] ends below {target}")
-                rank.workspace[at] = 0
-        if first == 0:
-            rank.workspace[plan.counter("next_task")] = 0
-        for expert in range(first, plan.problem.num_experts, step):
-            rank.workspace[plan.counter("expert_send_count") + expert] = 0

@@ -12,9 +12,9 @@ a half                      weights   and whose, and tells everyone (`Tasks`)
 three quarters              rows      asks whether that tile's rows have arrived
 
 Each of these takes up to 2000 clocks, a K block of the math warpgroups half as many, and a ring of
-4 stages holds four: done one after the other they would empty it. (Of a tile with two K loops, the
-first.) The last does not come at a tile's
-beginning: an acquire takes microseconds where memory is busy, and all blocks would let it idle.
+4 stages holds four: done one after the other they would empty it. The last does not come at a
+tile's beginning: an acquire takes microseconds where memory is busy, and all blocks would let it
+idle. A tile with two K loops has all of this in its first.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A math warpgroup's codes and scales leave shared memory by bulk stores. One thread, its first, has
 issued them and owes the tile; it pays under a product of its next tile, when they are long
 complete, by counting it in `shared.stored`. The warp that loads rows then reports for both
-warpgroups (`Lookahead.report`): an add with release takes some 1200 clocks, which a load warp has
+warpgroups (`Lookahead.report_before`): an add with release takes some 1200 clocks, which a load warp has
 and a math warp has not.
 
 Not before the next tile's first stage is full: if the stage is empty still, what it waits for may
