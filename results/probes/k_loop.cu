@@ -1,5 +1,6 @@
-// The K loop of linear1 alone, as a CUDA kernel: which tile, how many math warpgroups, and whether two blocks of a
-// cluster share operands by multicast. 49152 x 4096 x 4096, promoted every 128 columns, wrong results (one expert).
+// The K loop of linear1 alone, as a CUDA kernel: which tile, how many math warpgroups, whether two blocks of a cluster
+// share operands by multicast, and how rows come. 49152 x 4096 x 4096, promoted every 128 columns, wrong results (one
+// expert; rows of `g` variants are those of 8192 tokens, in the order of a routing).
 //
 //   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -o k_loop results/probes/k_loop.cu   [-DFENCED]
 //   ./k_loop 4 200          rounds, launches a round
@@ -8,14 +9,24 @@
 // 2x2       2                 128 x 256   nothing
 // 2x2_a     2                 128 x 256   rows (neighbours along N)
 // 2x2_b     2                 128 x 256   weights (neighbours along M)
+// 2x2_h     2                 128 x 256   weights; the warps that load them tell each other what is free, not the math warps
 // 3x1       3                 192 x 128   nothing; 3x1_a and 3x1_b likewise
 //
-// `epilogue 1` applies SwiGLU and stores codes straight from registers, which is slower than what linear1 does.
-// FENCED frees a stage of the other block by an arrive of cluster scope, which ptxas makes two MEMBAR.ALL.GPU.
+// name      rows of 2x2 come by a second warp, from
+// g_box     the pool, by one TMA copy a K block
+// g_tma     their tokens, by a TMA copy of 128 bytes a row
+// g_bulk    their tokens, by a bulk copy of 128 bytes a row (not swizzled)
+// g_cp1     their tokens, by cp.async; their scales too
+// g_cp2     the same by two warps
+//
+// `mode 1` applies SwiGLU and stores codes straight from registers, which is slower than what linear1 does; `mode 2`
+// multiplies nothing. FENCED frees a stage of the other block by an arrive of cluster scope, which ptxas makes two
+// MEMBAR.ALL.GPU.
 #include <cstdio>
 #include <cstdlib>
 #include <cstdint>
 #include <vector>
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <cuda_fp8.h>
 #define DEV static __device__ __forceinline__
@@ -59,30 +70,76 @@ DEV void arrive_local(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _
 DEV void arrive_at(u32 bar, u32 rank) {
   asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1;\n" ARRIVE_AT " _, [r];}" :: "r"(bar), "r"(rank) : "memory"); }
 
-struct P { const char *a, *b; const float *asf, *bsf; u32* out; int M, N, K; long long* clk; int epi; };
+struct P { CUtensorMap row, box; const int* token; const char* x; const float* x_sf; int mode; const char *a, *b; const float *asf, *bsf; u32* out; int M, N, K; long long* clk; };
 
-// MC: 0 none, 1 cluster shares A (neighbours along N), 2 cluster shares B (neighbours along M)
-template <int NWG, int UNITS, int STAGES, int MC>
+DEV void tma(u32 dst, const CUtensorMap* map, int column, int row, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+    :: "r"(dst), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory"); }
+enum Rows { BULK_TILES, BOX, TMA_ROWS, BULK_ROWS, CP1, CP2 };
+// A warp's share of the rows of all tiles: warp 1, with CP2 warp 2 too. Rows of CP1 and CP2 are row 4 j + lane / 8 in step j.
+template <Rows G, int STAGES> DEV void load_rows(const P& p, u32 sa, u32 ssf, u32 full, u32 empty, int tiles, int tn, int KB) {
+  constexpr int WARPS = G == CP2 ? 2 : 1, R = 128 / WARPS;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 - 1, chunk = lane & 7;
+  int stage = 0, parity = 1;
+  for (int u = blockIdx.x; u < tiles; u += gridDim.x) {
+    const int* token = p.token + u / tn * 128 + warp * R;
+    unsigned at[R / 4], mine[R / 32];
+#pragma unroll
+    for (int j = 0; j < R / 4; j++) at[j] = token[j * 4 + lane / 8] * 4096u + chunk * 16;
+#pragma unroll
+    for (int j = 0; j < R / 32; j++) mine[j] = token[j * 32 + lane];
+    for (int k = 0; k < KB; k++) {
+      wait_full(empty + stage * 8, parity);
+      u32 bar = full + stage * 8, a = sa + stage * 16384 + warp * R * 128, sf = ssf + stage * 512 + warp * R * 4;
+      if (G == BOX) { if (lane == 0) { expect(bar, 16384 + 512); tma(a, &p.box, k * 128, u / tn * 128, bar);
+        bulk(sf, p.asf + (size_t)k * p.M + u / tn * 128, 512, bar); } }
+      else {
+        if (G == TMA_ROWS || G == BULK_ROWS) {
+          if (lane == 0) expect(bar, 16384);
+          __syncwarp();
+#pragma unroll
+          for (int j = 0; j < R / 32; j++)
+            if (G == TMA_ROWS) tma(a + (j * 32 + lane) * 128, &p.row, k * 128, mine[j], bar);
+            else bulk(a + (j * 32 + lane) * 128, p.x + (size_t)mine[j] * 4096 + k * 128, 128, bar); }
+        else {
+#pragma unroll
+          for (int j = 0; j < R / 4; j++) { int row = j * 4 + lane / 8;
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+              :: "r"(a + row * 128 + ((chunk ^ row & 7) << 4)), "l"(p.x + k * 128 + at[j]) : "memory"); } }
+#pragma unroll
+        for (int j = 0; j < R / 32; j++)
+          asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+            :: "r"(sf + (j * 32 + lane) * 4), "l"(p.x_sf + k + mine[j] * 32u) : "memory");
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory"); }
+      if (++stage == STAGES) { stage = 0; parity ^= 1; } } } }
+
+// MC: 0 none, 1 cluster shares A (neighbours along N), 2 cluster shares B (neighbours along M), 3 likewise, by loaders that meet
+template <int NWG, int UNITS, int STAGES, int MC, Rows G>
 DEV void body(const P& p) {
   extern __shared__ __align__(1024) char sm[];
   constexpr int AB = NWG * 8192, BB = UNITS * 16384, SF = NWG * 256;
   char* sa = sm; char* sb = sm + STAGES * AB; float* ssf = (float*)(sb + STAGES * BB);
   unsigned long long* bars = (unsigned long long*)((char*)ssf + STAGES * SF);
-  u32 full = smem(bars), empty = smem(bars + STAGES);
+  u32 full = smem(bars), empty = smem(bars + STAGES), met = smem(bars + 2 * STAGES);
   const int tid = threadIdx.x, KB = p.K / 128;
   const int tm = p.M / (64 * NWG), tn = p.N / (128 * UNITS), tiles = tm * tn;
   u32 rank = 0; if (MC) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (tid == 0) {
     for (int s = 0; s < STAGES; s++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + s * 8));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(empty + s * 8), "r"(NWG * 4 * (MC ? 2 : 1))); }
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+        :: "r"(full + s * 8), "r"(MC == 3 || G == BOX ? 2 : G == BULK_TILES ? 1 : G == CP1 ? 33 : G == CP2 ? 65 : 34));
+      if (MC == 3) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(met + s * 8));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(empty + s * 8), "r"(NWG * 4 * (MC == 1 || MC == 2 ? 2 : 1))); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
   __syncthreads();
   if (MC) { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
   const int unit0 = MC ? blockIdx.x / 2 : blockIdx.x, step = MC ? gridDim.x / 2 : gridDim.x, units = MC ? tiles / 2 : tiles;
   if (tid < 128) {
-    if (NWG == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (tid == 0) {
+    if (NWG == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); else if (G == CP1 || G == CP2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (G != BULK_TILES && tid >= 32 && tid < (G == CP2 ? 96 : 64))
+      load_rows<G, STAGES>(p, smem(sa), smem(ssf), full, empty, tiles, tn, KB);
+    if (MC == 3 ? tid == 0 || tid == 32 : tid == 0) {
       int stage = 0, parity = 1;
       for (int u = unit0; u < units; u += step) {
         int m, n;
@@ -92,19 +149,25 @@ DEV void body(const P& p) {
         for (int k = 0; k < KB; k++) {
           wait_full(empty + stage * 8, parity);
           u32 bar = full + stage * 8;
-          expect(bar, AB + BB + SF);
+          if (MC != 3) expect(bar, (G == BULK_TILES ? AB + SF : 0) + BB);
           u32 da = smem(sa) + stage * AB, db = smem(sb) + stage * BB;
           const char* ga = p.a + ((size_t)m * KB + k) * AB;
           const char* gb = p.b + ((size_t)n * KB + k) * BB;
-          if (MC == 1) bulk_mc(da + rank * (AB / 2), ga + rank * (AB / 2), AB / 2, bar); else bulk(da, ga, AB, bar);
-          if (MC == 2) bulk_mc(db + rank * (BB / 2), gb + rank * (BB / 2), BB / 2, bar); else bulk(db, gb, BB, bar);
-          bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar);
+          if (MC == 3 && tid == 32) {  // the other block's stage is free too, half of the weights for both
+            expect(bar, BB); arrive_at(met + stage * 8, rank ^ 1); wait_full(met + stage * 8, parity ^ 1);
+            bulk_mc(db + rank * (BB / 2), gb + rank * (BB / 2), BB / 2, bar); }
+          if (MC == 3 && tid == 0) {
+            expect(bar, AB + SF); bulk(da, ga, AB, bar); bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar); }
+          if (MC == 3 || G != BULK_TILES) {} else if (MC == 1) bulk_mc(da + rank * (AB / 2), ga + rank * (AB / 2), AB / 2, bar); else bulk(da, ga, AB, bar);
+          if (MC == 3) {} else if (MC == 2) bulk_mc(db + rank * (BB / 2), gb + rank * (BB / 2), BB / 2, bar); else bulk(db, gb, BB, bar);
+          if (MC != 3 && G == BULK_TILES) bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar);
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
       }
     }
   } else {
-    if (NWG == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;"); else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (NWG == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;"); else if (G == CP1 || G == CP2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    else asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int wg = __shfl_sync(~0u, tid / 128 - 1, 0), lane = tid % 32;
     const int a_row = wg * 64;
     int stage = 0, parity = 0;
@@ -126,12 +189,17 @@ DEV void body(const P& p) {
       float s0 = __shfl_sync(~0u, wl, 0), s1 = __shfl_sync(~0u, wr, 0), r0 = 0, r1 = 0;
       u32 aat = abase + stage * (AB / 16), bat = bbase + stage * (BB / 16);
       int ok = 0;
-      for (int k = 0; k < KB; k++) {
+      for (int k = 0; p.mode == 2 && k < KB; k++) {
+        wait_full(fb + stage * 8, parity); __syncwarp();
+        if (lane == 0) arrive_local(eb + stage * 8);
+        if (++stage == STAGES) { stage = 0; parity ^= 1; } }
+      for (int k = 0; p.mode < 2 && k < KB; k++) {
         if (!ok) { wait_full(fb + stage * 8, parity); r0 = lds(sfb + stage * SF); r1 = lds(sfb + stage * SF + 32); }
         float ll = r0 * s0, lh = r1 * s0, rl = r0 * s1, rh = r1 * s1;
         int left = 0;
 #pragma unroll
         for (int q = 0; q < UNITS; q++) {
+          if ((G == CP1 || G == CP2) && q == 0) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
           product(raw, aat, bat + q * 1024);
           if (q == UNITS - 1) {
             left = stage;
@@ -142,11 +210,11 @@ DEV void body(const P& p) {
             s0 = __shfl_sync(~0u, wl, k + 1 & 31); s1 = __shfl_sync(~0u, wr, k + 1 & 31);
           }
           wait_product(raw);
-          if (q == UNITS - 1) { __syncwarp(); if (lane == 0) { if (MC) { arrive_at(eb + left * 8, 0); arrive_at(eb + left * 8, 1); } else arrive_local(eb + left * 8); } }
+          if (q == UNITS - 1) { __syncwarp(); if (lane == 0) { if (MC == 1 || MC == 2) { arrive_at(eb + left * 8, 0); arrive_at(eb + left * 8, 1); } else arrive_local(eb + left * 8); } }
           promote(total[q], raw, ll, lh, rl, rh);
         }
       }
-      if (p.epi) {
+      if (p.mode == 1) {
 #pragma unroll
         for (int q = 0; q < UNITS; q++) {
           float mx = 0;
@@ -175,16 +243,22 @@ DEV void body(const P& p) {
   }
   if (MC) { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 }
-#define KER(name, NWG, UNITS, ST, MC, ATTR) \
+#define KER(name, NWG, UNITS, ST, MC, G, ATTR) \
 __global__ void ATTR __launch_bounds__(128 + NWG * 128, 1) name(const __grid_constant__ P p) { \
-  long long t0 = clock64(); body<NWG, UNITS, ST, MC>(p); if (threadIdx.x == 128 && p.clk) p.clk[blockIdx.x] = clock64() - t0; }
+  long long t0 = clock64(); body<NWG, UNITS, ST, MC, G>(p); if (threadIdx.x == 128 && p.clk) p.clk[blockIdx.x] = clock64() - t0; }
 #define CL __cluster_dims__(2, 1, 1)
-KER(k_2x2, 2, 2, 4, 0, )
-KER(k_2x2_a, 2, 2, 4, 1, CL)
-KER(k_2x2_b, 2, 2, 4, 2, CL)
-KER(k_3x1, 3, 1, 5, 0, )
-KER(k_3x1_a, 3, 1, 5, 1, CL)
-KER(k_3x1_b, 3, 1, 5, 2, CL)
+KER(k_2x2, 2, 2, 4, 0, BULK_TILES, )
+KER(k_2x2_a, 2, 2, 4, 1, BULK_TILES, CL)
+KER(k_2x2_b, 2, 2, 4, 2, BULK_TILES, CL)
+KER(k_2x2_h, 2, 2, 4, 3, BULK_TILES, CL)
+KER(g_box, 2, 2, 4, 0, BOX, )
+KER(g_tma, 2, 2, 4, 0, TMA_ROWS, )
+KER(g_bulk, 2, 2, 4, 0, BULK_ROWS, )
+KER(g_cp1, 2, 2, 4, 0, CP1, )
+KER(g_cp2, 2, 2, 4, 0, CP2, )
+KER(k_3x1, 3, 1, 5, 0, BULK_TILES, )
+KER(k_3x1_a, 3, 1, 5, 1, BULK_TILES, CL)
+KER(k_3x1_b, 3, 1, 5, 2, BULK_TILES, CL)
 
 #define CK(x) do { cudaError_t e = (x); if (e != cudaSuccess) { printf("%s: %s\n", #x, cudaGetErrorString(e)); exit(1); } } while (0)
 __global__ void fill(uint32_t* d, size_t n, uint32_t seed) {
@@ -207,17 +281,38 @@ int main(int argc, char** argv) {
   fill<<<1024, 256>>>((uint32_t*)a, (size_t)p.M * p.K / 4, 1); fill<<<1024, 256>>>((uint32_t*)b, nb / 4, 7);
   fillf<<<256, 256>>>(asf, (size_t)p.M * p.K / 128); fillf<<<256, 256>>>(bsf, (1 << 20) / 4);
   CK(cudaDeviceSynchronize());
+  int* token; char* x; float* x_sf; const int tokens = 8192;
+  CK(cudaMalloc(&token, p.M * 4)); CK(cudaMalloc(&x, (size_t)tokens * p.K)); CK(cudaMalloc(&x_sf, tokens * 32 * 4));
+  fill<<<1024, 256>>>((uint32_t*)x, (size_t)tokens * p.K / 4, 3); fillf<<<256, 256>>>(x_sf, tokens * 32);
+  std::vector<int> order(p.M); unsigned q = 1;  // 32 experts, each of 1536 tokens in any order
+  auto next = [&] { return q = q * 1664525u + 1013904223u; };
+  for (int e = 0; e < 32; e++) {
+    int* rows = order.data() + e * 1536;
+    for (int i = 0; i < 1536; i++) rows[i] = (i * 16 / 3 + (next() >> 28) % 5) % tokens;
+    for (int i = 1535; i > 0; i--) { int j = (next() >> 8) % (i + 1), z = rows[i]; rows[i] = rows[j]; rows[j] = z; } }
+  CK(cudaMemcpy(token, order.data(), p.M * 4, cudaMemcpyHostToDevice));
+  void* found; cudaDriverEntryPointQueryResult how;
+  CK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &how));
+  auto encode = (decltype(&cuTensorMapEncodeTiled))found;
+  auto map = [&](CUtensorMap* m, void* base, cuuint64_t rows, cuuint32_t box_rows) {
+    cuuint64_t dims[2] = {(cuuint64_t)p.K, rows}, stride[1] = {(cuuint64_t)p.K}; cuuint32_t box[2] = {128, box_rows}, step[2] = {1, 1};
+    if (encode(m, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, base, dims, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)) exit(2); };
+  map(&p.row, x, tokens, 1); map(&p.box, a, p.M, 128);
+  p.token = token; p.x = x; p.x_sf = x_sf;
   p.a = a; p.b = b; p.asf = asf; p.bsf = bsf; p.out = out; p.clk = clk;
   struct V { const char* name; void (*k)(P); int nwg, units, st; };
   std::vector<V> vs;
-#define ADD(n, w, q, s) { V v = {#n + 2, (void(*)(P))n, w, q, s}; vs.push_back(v); }
-  ADD(k_2x2, 2, 2, 4) ADD(k_2x2_a, 2, 2, 4) ADD(k_2x2_b, 2, 2, 4) ADD(k_3x1, 3, 1, 5) ADD(k_3x1_a, 3, 1, 5) ADD(k_3x1_b, 3, 1, 5)
+#define ADD(n, w, q, s) { V v = {#n, (void(*)(P))n, w, q, s}; vs.push_back(v); }
+  ADD(k_2x2, 2, 2, 4) ADD(k_2x2_a, 2, 2, 4) ADD(k_2x2_b, 2, 2, 4) ADD(k_2x2_h, 2, 2, 4)
+  ADD(g_box, 2, 2, 4) ADD(g_tma, 2, 2, 4) ADD(g_bulk, 2, 2, 4) ADD(g_cp1, 2, 2, 4) ADD(g_cp2, 2, 2, 4)
+  ADD(k_3x1, 3, 1, 5) ADD(k_3x1_a, 3, 1, 5) ADD(k_3x1_b, 3, 1, 5)
   int rounds = argc > 1 ? atoi(argv[1]) : 3, reps = argc > 2 ? atoi(argv[2]) : 60;
   cudaEvent_t e0, e1; cudaEventCreate(&e0); cudaEventCreate(&e1);
-  for (int r = 0; r < rounds; r++) for (auto& v : vs) for (int epi = 0; epi < 2; epi++) {
-    size_t sz = (size_t)v.st * (v.nwg * 8192 + v.units * 16384 + v.nwg * 256) + v.st * 16;
+  for (int r = 0; r < rounds; r++) for (auto& v : vs) for (int mode = 0; mode < 3; mode++) {
+    size_t sz = (size_t)v.st * (v.nwg * 8192 + v.units * 16384 + v.nwg * 256) + v.st * 24;
     CK(cudaFuncSetAttribute((const void*)v.k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sz));
-    p.epi = epi;
+    p.mode = mode;
     for (int i = 0; i < 3; i++) v.k<<<132, 128 + v.nwg * 128, sz>>>(p);
     CK(cudaDeviceSynchronize());
     for (int i = 0; i < 20; i++) v.k<<<132, 128 + v.nwg * 128, sz>>>(p);
@@ -226,7 +321,7 @@ int main(int argc, char** argv) {
     float ms; cudaEventElapsedTime(&ms, e0, e1); long long h[132], mx = 0; cudaMemcpy(h, clk, sizeof h, cudaMemcpyDeviceToHost);
     for (auto x : h) mx = x > mx ? x : mx;
     double us = ms * 1e3 / reps;
-    printf("%d %-6s epilogue %d %8.1f us %7.1f TFLOP/s %9.3f Mclk %6.0f MHz  tensor %.3f\n", r, v.name, epi, us, 2.0 * p.M * p.N * p.K / us * 1e-6, mx * 1e-6, mx / us, 1.0 * p.M * p.N * p.K / 132 / 4096. / mx);
+    printf("%d %-7s mode %d %8.1f us %7.1f TFLOP/s %9.3f Mclk %6.0f MHz  tensor %.3f\n", r, v.name, mode, us, 2.0 * p.M * p.N * p.K / us * 1e-6, mx * 1e-6, mx / us, 1.0 * p.M * p.N * p.K / 132 / 4096. / mx);
     fflush(stdout);
   }
 }
