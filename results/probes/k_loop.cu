@@ -10,6 +10,7 @@
 // 2x2_a     2                 128 x 256   rows (neighbours along N)
 // 2x2_b     2                 128 x 256   weights (neighbours along M)
 // 2x2_h     2                 128 x 256   weights; the warps that load them tell each other what is free, not the math warps
+// 2x2_q     2                 128 x 256   in clusters of four, 2 x 2 tiles: rows with one block, weights with another, likewise
 // 3x1       3                 192 x 128   nothing; 3x1_a and 3x1_b likewise
 //
 // name      rows of 2x2 come by a second warp, from
@@ -63,8 +64,8 @@ DEV void wait_full(u32 bar, int parity) { asm volatile("{.reg .pred p;\nagain: m
 DEV void expect(u32 bar, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory"); }
 DEV void bulk(u32 dst, const void* src, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory"); }
-DEV void bulk_mc(u32 dst, const void* src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar), "h"((short)3) : "memory"); }
+DEV void bulk_mc(u32 dst, const void* src, u32 bytes, u32 bar, int to = 3) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" :: "r"(dst), "l"(src), "r"(bytes), "r"(bar), "h"((short)to) : "memory"); }
 DEV float lds(u32 at) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory"); return v; }
 DEV void arrive_local(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory"); }
 DEV void arrive_at(u32 bar, u32 rank) {
@@ -113,54 +114,62 @@ template <Rows G, int STAGES> DEV void load_rows(const P& p, u32 sa, u32 ssf, u3
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory"); }
       if (++stage == STAGES) { stage = 0; parity ^= 1; } } } }
 
-// MC: 0 none, 1 cluster shares A (neighbours along N), 2 cluster shares B (neighbours along M), 3 likewise, by loaders that meet
+// MC: 0 none, 1 cluster shares A (neighbours along N), 2 cluster shares B (neighbours along M), 3 likewise, by loaders
+// that meet, 4 four blocks that share both, likewise
 template <int NWG, int UNITS, int STAGES, int MC, Rows G>
 DEV void body(const P& p) {
   extern __shared__ __align__(1024) char sm[];
   constexpr int AB = NWG * 8192, BB = UNITS * 16384, SF = NWG * 256;
   char* sa = sm; char* sb = sm + STAGES * AB; float* ssf = (float*)(sb + STAGES * BB);
   unsigned long long* bars = (unsigned long long*)((char*)ssf + STAGES * SF);
-  u32 full = smem(bars), empty = smem(bars + STAGES), met = smem(bars + 2 * STAGES);
+  u32 full = smem(bars), empty = smem(bars + STAGES), met = smem(bars + 2 * STAGES);  // met of A lies behind that of B
+  constexpr bool MEET = MC >= 3; constexpr int CTAS = MC == 4 ? 4 : MC ? 2 : 1;
   const int tid = threadIdx.x, KB = p.K / 128;
   const int tm = p.M / (64 * NWG), tn = p.N / (128 * UNITS), tiles = tm * tn;
   u32 rank = 0; if (MC) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (tid == 0) {
     for (int s = 0; s < STAGES; s++) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-        :: "r"(full + s * 8), "r"(MC == 3 || G == BOX ? 2 : G == BULK_TILES ? 1 : G == CP1 ? 33 : G == CP2 ? 65 : 34));
-      if (MC == 3) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(met + s * 8));
+        :: "r"(full + s * 8), "r"(MEET || G == BOX ? 2 : G == BULK_TILES ? 1 : G == CP1 ? 33 : G == CP2 ? 65 : 34));
+      if (MEET) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nmbarrier.init.shared::cta.b64 [%1], 1;" :: "r"(met + s * 8), "r"(met + (STAGES + s) * 8));
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(empty + s * 8), "r"(NWG * 4 * (MC == 1 || MC == 2 ? 2 : 1))); }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
   __syncthreads();
   if (MC) { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
-  const int unit0 = MC ? blockIdx.x / 2 : blockIdx.x, step = MC ? gridDim.x / 2 : gridDim.x, units = MC ? tiles / 2 : tiles;
+  const int unit0 = blockIdx.x / CTAS, step = gridDim.x / CTAS, units = tiles / CTAS;
   if (tid < 128) {
     if (NWG == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;"); else if (G == CP1 || G == CP2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     else asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (G != BULK_TILES && tid >= 32 && tid < (G == CP2 ? 96 : 64))
       load_rows<G, STAGES>(p, smem(sa), smem(ssf), full, empty, tiles, tn, KB);
-    if (MC == 3 ? tid == 0 || tid == 32 : tid == 0) {
+    if (tid == 0 || (MEET && tid == 32)) {
       int stage = 0, parity = 1;
       for (int u = unit0; u < units; u += step) {
         int m, n;
         if (MC == 0) { m = u / tn; n = u % tn; }
+        else if (MC == 4) { m = u / (tn / 2) * 2 + (rank >> 1); n = u % (tn / 2) * 2 + (rank & 1); }
         else if (MC == 1) { m = u / (tn / 2); n = u % (tn / 2) * 2 + rank; }
         else { m = u / tn * 2 + rank; n = u % tn; }
         for (int k = 0; k < KB; k++) {
           wait_full(empty + stage * 8, parity);
           u32 bar = full + stage * 8;
-          if (MC != 3) expect(bar, (G == BULK_TILES ? AB + SF : 0) + BB);
+          if (!MEET) expect(bar, (G == BULK_TILES ? AB + SF : 0) + BB);
           u32 da = smem(sa) + stage * AB, db = smem(sb) + stage * BB;
           const char* ga = p.a + ((size_t)m * KB + k) * AB;
           const char* gb = p.b + ((size_t)n * KB + k) * BB;
-          if (MC == 3 && tid == 32) {  // the other block's stage is free too, half of the weights for both
-            expect(bar, BB); arrive_at(met + stage * 8, rank ^ 1); wait_full(met + stage * 8, parity ^ 1);
-            bulk_mc(db + rank * (BB / 2), gb + rank * (BB / 2), BB / 2, bar); }
-          if (MC == 3 && tid == 0) {
-            expect(bar, AB + SF); bulk(da, ga, AB, bar); bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar); }
-          if (MC == 3 || G != BULK_TILES) {} else if (MC == 1) bulk_mc(da + rank * (AB / 2), ga + rank * (AB / 2), AB / 2, bar); else bulk(da, ga, AB, bar);
-          if (MC == 3) {} else if (MC == 2) bulk_mc(db + rank * (BB / 2), gb + rank * (BB / 2), BB / 2, bar); else bulk(db, gb, BB, bar);
-          if (MC != 3 && G == BULK_TILES) bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar);
+          if (MEET && tid == 32) {  // the other block's stage is free too: half of the weights for both
+            const u32 twin = MC == 4 ? rank ^ 2 : rank ^ 1, half = MC == 4 ? rank >> 1 : rank;
+            expect(bar, BB); arrive_at(met + stage * 8, twin); wait_full(met + stage * 8, parity ^ 1);
+            bulk_mc(db + half * (BB / 2), gb + half * (BB / 2), BB / 2, bar, 1 << rank | 1 << twin); }
+          if (MEET && tid == 0) {
+            expect(bar, AB + SF);
+            if (MC == 4) { u32 a_met = met + (STAGES + stage) * 8; arrive_at(a_met, rank ^ 1); wait_full(a_met, parity ^ 1);
+              bulk_mc(da + (rank & 1) * (AB / 2), ga + (rank & 1) * (AB / 2), AB / 2, bar, 1 << rank | 1 << (rank ^ 1)); }
+            else bulk(da, ga, AB, bar);
+            bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar); }
+          if (MEET || G != BULK_TILES) {} else if (MC == 1) bulk_mc(da + rank * (AB / 2), ga + rank * (AB / 2), AB / 2, bar); else bulk(da, ga, AB, bar);
+          if (MEET) {} else if (MC == 2) bulk_mc(db + rank * (BB / 2), gb + rank * (BB / 2), BB / 2, bar); else bulk(db, gb, BB, bar);
+          if (!MEET && G == BULK_TILES) bulk(smem(ssf) + stage * SF, p.asf + (size_t)k * p.M + m * 64 * NWG, SF, bar);
           if (++stage == STAGES) { stage = 0; parity ^= 1; }
         }
       }
@@ -175,7 +184,8 @@ DEV void body(const P& p) {
     for (int u = unit0; u < units; u += step) {
       int m, n;
       if (MC == 0) { m = u / tn; n = u % tn; }
-      else if (MC == 1) { m = u / (tn / 2); n = u % (tn / 2) * 2 + rank; }
+      else if (MC == 4) { m = u / (tn / 2) * 2 + (rank >> 1); n = u % (tn / 2) * 2 + (rank & 1); }
+        else if (MC == 1) { m = u / (tn / 2); n = u % (tn / 2) * 2 + rank; }
       else { m = u / tn * 2 + rank; n = u % tn; }
 #pragma unroll
       for (int q = 0; q < UNITS; q++)
@@ -251,6 +261,7 @@ KER(k_2x2, 2, 2, 4, 0, BULK_TILES, )
 KER(k_2x2_a, 2, 2, 4, 1, BULK_TILES, CL)
 KER(k_2x2_b, 2, 2, 4, 2, BULK_TILES, CL)
 KER(k_2x2_h, 2, 2, 4, 3, BULK_TILES, CL)
+KER(k_2x2_q, 2, 2, 4, 4, BULK_TILES, __cluster_dims__(4, 1, 1))
 KER(g_box, 2, 2, 4, 0, BOX, )
 KER(g_tma, 2, 2, 4, 0, TMA_ROWS, )
 KER(g_bulk, 2, 2, 4, 0, BULK_ROWS, )
@@ -301,22 +312,23 @@ int main(int argc, char** argv) {
   map(&p.row, x, tokens, 1); map(&p.box, a, p.M, 128);
   p.token = token; p.x = x; p.x_sf = x_sf;
   p.a = a; p.b = b; p.asf = asf; p.bsf = bsf; p.out = out; p.clk = clk;
-  struct V { const char* name; void (*k)(P); int nwg, units, st; };
+  struct V { const char* name; void (*k)(P); int nwg, units, st, grid; };
   std::vector<V> vs;
-#define ADD(n, w, q, s) { V v = {#n, (void(*)(P))n, w, q, s}; vs.push_back(v); }
+#define ADD(n, w, q, s) { V v = {#n, (void(*)(P))n, w, q, s, 132}; vs.push_back(v); }
   ADD(k_2x2, 2, 2, 4) ADD(k_2x2_a, 2, 2, 4) ADD(k_2x2_b, 2, 2, 4) ADD(k_2x2_h, 2, 2, 4)
+  ADD(k_2x2_q, 2, 2, 4) vs.back().grid = 128;  // clusters of four do not fill every GPC
   ADD(g_box, 2, 2, 4) ADD(g_tma, 2, 2, 4) ADD(g_bulk, 2, 2, 4) ADD(g_cp1, 2, 2, 4) ADD(g_cp2, 2, 2, 4)
   ADD(k_3x1, 3, 1, 5) ADD(k_3x1_a, 3, 1, 5) ADD(k_3x1_b, 3, 1, 5)
   int rounds = argc > 1 ? atoi(argv[1]) : 3, reps = argc > 2 ? atoi(argv[2]) : 60;
   cudaEvent_t e0, e1; cudaEventCreate(&e0); cudaEventCreate(&e1);
   for (int r = 0; r < rounds; r++) for (auto& v : vs) for (int mode = 0; mode < 3; mode++) {
-    size_t sz = (size_t)v.st * (v.nwg * 8192 + v.units * 16384 + v.nwg * 256) + v.st * 24;
+    size_t sz = (size_t)v.st * (v.nwg * 8192 + v.units * 16384 + v.nwg * 256) + v.st * 32;
     CK(cudaFuncSetAttribute((const void*)v.k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sz));
-    p.mode = mode;
-    for (int i = 0; i < 3; i++) v.k<<<132, 128 + v.nwg * 128, sz>>>(p);
+    p.mode = mode; CK(cudaMemset(clk, 0, 132 * 8));
+    for (int i = 0; i < 3; i++) v.k<<<v.grid, 128 + v.nwg * 128, sz>>>(p);
     CK(cudaDeviceSynchronize());
-    for (int i = 0; i < 20; i++) v.k<<<132, 128 + v.nwg * 128, sz>>>(p);
-    cudaEventRecord(e0); for (int i = 0; i < reps; i++) v.k<<<132, 128 + v.nwg * 128, sz>>>(p); cudaEventRecord(e1);
+    for (int i = 0; i < 20; i++) v.k<<<v.grid, 128 + v.nwg * 128, sz>>>(p);
+    cudaEventRecord(e0); for (int i = 0; i < reps; i++) v.k<<<v.grid, 128 + v.nwg * 128, sz>>>(p); cudaEventRecord(e1);
     CK(cudaDeviceSynchronize());
     float ms; cudaEventElapsedTime(&ms, e0, e1); long long h[132], mx = 0; cudaMemcpy(h, clk, sizeof h, cudaMemcpyDeviceToHost);
     for (auto x : h) mx = x > mx ? x : mx;

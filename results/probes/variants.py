@@ -26,8 +26,9 @@ cd, pd (rows of combine, pools discarded), mp, mp2 (math warps pull a row, two).
 beside_loads.patch on 0ba03a8: lk, rp (what load warps do beside), first, prime (the first product
 early), hf, hf2 (the last tiles in halves), rs (counters zeroed beside combine). Those of
 clusters.patch on 3ae23ec: cl (clusters of two), cw, c2, np (pairs of full blocks, claims two ahead,
-nothing shared), co (the launch alone), sc (a warp that looks tiles up), sk1 to sk3 (one warpgroup
-behind the other); og of rows_direct.patch on 3ae23ec: few routes as they are without it.
+nothing shared), co (the launch alone), sc (a warp that looks tiles up), pk (combine selects words),
+sg (SwiGLU without a select, for gates above -43), sk1 to sk3 (one warpgroup behind the other); og
+of rows_direct.patch on 3ae23ec: few routes as they are without it.
 prefetch_ring.patch is for a195d07 and has none. PROBLEM names another preset.
 
 Fused variants are compared with the reference and with the first one, to the bit.
