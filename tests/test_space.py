@@ -14,7 +14,7 @@ from tl_megamoe.explorer.space import (
     enumerate_candidates,
     load_space,
 )
-from tl_megamoe.frozen import MATH_MODES
+from tl_megamoe.frozen import MATH_MODES, frozen_paths, read_frozen
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.recipe import Recipe
 from tl_megamoe.rules import RULES
@@ -35,6 +35,19 @@ def test_screen_is_small(name: str) -> None:
     found = enumerate_candidates(PRESETS[name].one_rank(), 512, load_space("screen"))
     assert 45 <= len(found.schedules) <= 60  # 48 experts have more wave sizes than 32
     assert len({s.kernel_key() for s in found.schedules}) <= 30
+
+
+def test_screen_holds_what_is_frozen() -> None:
+    files = [read_frozen(path) for path in frozen_paths()]
+    one = [(f.problem_of(e), e.schedule) for f in files for e in f.entries if e.rank_mode == "one"]
+    assert {problem.name for problem, _ in one} >= set(PRESETS)
+    screen = load_space("screen")
+    missing = [
+        (problem.name, schedule.name)
+        for problem, schedule in one
+        if schedule not in enumerate_candidates(problem, 512, screen).schedules
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("space", ["screen", "full"])

@@ -114,6 +114,12 @@ template <Rows G, int STAGES> DEV void load_rows(const P& p, u32 sa, u32 ssf, u3
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory"); }
       if (++stage == STAGES) { stage = 0; parity ^= 1; } } } }
 
+// The tile of unit u of a block or cluster.
+template <int MC> DEV void tile_of(int u, int tn, int rank, int& m, int& n) {
+  if (MC == 0) { m = u / tn; n = u % tn; }
+  else if (MC == 1) { m = u / (tn / 2); n = u % (tn / 2) * 2 + rank; }
+  else if (MC == 4) { m = u / (tn / 2) * 2 + (rank >> 1); n = u % (tn / 2) * 2 + (rank & 1); }
+  else { m = u / tn * 2 + rank; n = u % tn; } }
 // MC: 0 none, 1 cluster shares A (neighbours along N), 2 cluster shares B (neighbours along M), 3 likewise, by loaders
 // that meet, 4 four blocks that share both, likewise
 template <int NWG, int UNITS, int STAGES, int MC, Rows G>
@@ -145,11 +151,7 @@ DEV void body(const P& p) {
     if (tid == 0 || (MEET && tid == 32)) {
       int stage = 0, parity = 1;
       for (int u = unit0; u < units; u += step) {
-        int m, n;
-        if (MC == 0) { m = u / tn; n = u % tn; }
-        else if (MC == 4) { m = u / (tn / 2) * 2 + (rank >> 1); n = u % (tn / 2) * 2 + (rank & 1); }
-        else if (MC == 1) { m = u / (tn / 2); n = u % (tn / 2) * 2 + rank; }
-        else { m = u / tn * 2 + rank; n = u % tn; }
+        int m, n; tile_of<MC>(u, tn, rank, m, n);
         for (int k = 0; k < KB; k++) {
           wait_full(empty + stage * 8, parity);
           u32 bar = full + stage * 8;
@@ -180,28 +182,28 @@ DEV void body(const P& p) {
     const int wg = __shfl_sync(~0u, tid / 128 - 1, 0), lane = tid % 32;
     const int a_row = wg * 64;
     int stage = 0, parity = 0;
+    const u32 eb = __shfl_sync(~0u, empty, 0);
+    auto release = [&](int s) {
+      __syncwarp();
+      if (lane) return;
+      if (MC == 1 || MC == 2) { arrive_at(eb + s * 8, 0); arrive_at(eb + s * 8, 1); } else arrive_local(eb + s * 8); };
     float raw[64], total[UNITS][64];
     for (int u = unit0; u < units; u += step) {
-      int m, n;
-      if (MC == 0) { m = u / tn; n = u % tn; }
-      else if (MC == 4) { m = u / (tn / 2) * 2 + (rank >> 1); n = u % (tn / 2) * 2 + (rank & 1); }
-        else if (MC == 1) { m = u / (tn / 2); n = u % (tn / 2) * 2 + rank; }
-      else { m = u / tn * 2 + rank; n = u % tn; }
+      int m, n; tile_of<MC>(u, tn, rank, m, n);
 #pragma unroll
       for (int q = 0; q < UNITS; q++)
 #pragma unroll
         for (int v = 0; v < 64; v++) total[q][v] = 0.f;
       stage = __shfl_sync(~0u, stage, 0); parity = __shfl_sync(~0u, parity, 0);
       u32 abase = desc(smem(sa)) + a_row * 8, bbase = desc(smem(sb));
-      u32 fb = __shfl_sync(~0u, full, 0), eb = __shfl_sync(~0u, empty, 0);
+      u32 fb = __shfl_sync(~0u, full, 0);
       u32 sfb = smem(ssf) + (a_row + tid % 128 / 32 * 16 + lane / 4) * 4;
       float wl = p.bsf[(n * 2 + 0) * KB + min(lane, KB - 1)], wr = p.bsf[(n * 2 + 1) * KB + min(lane, KB - 1)];
       float s0 = __shfl_sync(~0u, wl, 0), s1 = __shfl_sync(~0u, wr, 0), r0 = 0, r1 = 0;
       u32 aat = abase + stage * (AB / 16), bat = bbase + stage * (BB / 16);
       int ok = 0;
       for (int k = 0; p.mode == 2 && k < KB; k++) {
-        wait_full(fb + stage * 8, parity); __syncwarp();
-        if (lane == 0) arrive_local(eb + stage * 8);
+        wait_full(fb + stage * 8, parity); release(stage);
         if (++stage == STAGES) { stage = 0; parity ^= 1; } }
       for (int k = 0; p.mode < 2 && k < KB; k++) {
         if (!ok) { wait_full(fb + stage * 8, parity); r0 = lds(sfb + stage * SF); r1 = lds(sfb + stage * SF + 32); }
@@ -220,7 +222,7 @@ DEV void body(const P& p) {
             s0 = __shfl_sync(~0u, wl, k + 1 & 31); s1 = __shfl_sync(~0u, wr, k + 1 & 31);
           }
           wait_product(raw);
-          if (q == UNITS - 1) { __syncwarp(); if (lane == 0) { if (MC == 1 || MC == 2) { arrive_at(eb + left * 8, 0); arrive_at(eb + left * 8, 1); } else arrive_local(eb + left * 8); } }
+          if (q == UNITS - 1) release(left);
           promote(total[q], raw, ll, lh, rl, rh);
         }
       }
@@ -314,7 +316,7 @@ int main(int argc, char** argv) {
   p.a = a; p.b = b; p.asf = asf; p.bsf = bsf; p.out = out; p.clk = clk;
   struct V { const char* name; void (*k)(P); int nwg, units, st, grid; };
   std::vector<V> vs;
-#define ADD(n, w, q, s) { V v = {#n, (void(*)(P))n, w, q, s, 132}; vs.push_back(v); }
+#define ADD(n, w, q, s) { V v = {#n[0] == 'k' ? #n + 2 : #n, (void(*)(P))n, w, q, s, 132}; vs.push_back(v); }
   ADD(k_2x2, 2, 2, 4) ADD(k_2x2_a, 2, 2, 4) ADD(k_2x2_b, 2, 2, 4) ADD(k_2x2_h, 2, 2, 4)
   ADD(k_2x2_q, 2, 2, 4) vs.back().grid = 128;  // clusters of four do not fill every GPC
   ADD(g_box, 2, 2, 4) ADD(g_tma, 2, 2, 4) ADD(g_bulk, 2, 2, 4) ADD(g_cp1, 2, 2, 4) ADD(g_cp2, 2, 2, 4)
