@@ -58,6 +58,7 @@ def check_schedules(
         replace(default_schedule(problem, 1, "swapped", recipe=recipe), num_sms=num_sms),
         replace(wide, block_m=64),
         replace(wide, block_m=128),
+        replace(wide, block_m=128, dispatch_warps=1, cluster_size=2).on_sms(num_sms),
         replace(base, block_m=128, linear1_block_n=128, linear2_block_n=128),
     ]
     valid = [

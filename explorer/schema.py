@@ -20,7 +20,7 @@ import pandas as pd
 from tl_megamoe.frozen import RANK_MODES
 from tl_megamoe.schedule import Schedule
 
-SCHEMA = 4
+SCHEMA = 5
 STATUSES = (
     "ok",
     "invalid",
@@ -201,6 +201,7 @@ MIGRATIONS = {
         renamed={"observation": "notes"},
     ),
     4: Migration({"evict_first": "0"}),
+    5: Migration({"cluster_size": "1"}),
 }
 """Schema -> what it changed."""
 

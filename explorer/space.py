@@ -271,7 +271,7 @@ def default_of(
 def frozen_as_run(frozen: Schedule, default: Schedule, gpu_ranks: int = 1) -> Schedule:
     """A frozen schedule as it runs here: that of a rank alone on a GPU has its grid cut too."""
     most = default.num_sms if gpu_ranks > 1 else frozen.num_sms
-    return replace(frozen, num_sms=min(frozen.num_sms, most))
+    return frozen.on_sms(most)
 
 
 def enumerate_candidates(

@@ -241,6 +241,8 @@ def draw_schedule(
             num_sms=rng.choice((num_sms, rng.randint(1, num_sms))),
             prefetch=0,
         )
+        if rng.random() < 0.2 and schedule.block_m == 128:
+            schedule = replace(schedule, cluster_size=2, dispatch_warps=1, load_warps=2)
         if not schedule.violations(problem, recipe):
             return draw_walk(rng, problem, schedule)
 

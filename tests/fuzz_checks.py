@@ -47,6 +47,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         and {s.linear1_block_n, s.linear2_block_n} <= {128, 256}
         and s.load_warps in (1, 2)
         and s.evict_first in (0, 1)
+        and s.cluster_size in (1, 2)
         and all(
             1 <= n < 2**24
             for n in (s.stages - 1, s.experts_per_wave, s.dispatch_warps, s.rows_in_flight)
@@ -65,6 +66,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         or (s.block_m == 64 and wide)
         or (s.block_m == 128 and s.math_mode == "cooperative")
     )
+    pairs = s.cluster_size == 2
     scales = s.stages * s.block_m * 4 * (128 // recipe.intermediate_group)
     kibs = (
         kib(s.stages * s.block_m * 128)
@@ -73,12 +75,14 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
         + 16
         + (kib(64 * s.block_m) + 1 if s.math_mode == "swapped" else 1)
         + kib(8 * s.block_m * (128 // recipe.intermediate_group))
-        + kib(4 * (4 * (s.stages + 6) + problem.num_experts + 3 * local + 2))
-        + kib(8 * (3 * s.stages + 6 + s.dispatch_warps * s.rows_in_flight))
+        + kib(4 * (4 * (s.stages + 6) + problem.num_experts + 3 * local + 2 + 4 * pairs))
+        + kib(8 * (3 * s.stages + 6 + s.dispatch_warps * s.rows_in_flight + pairs * (s.stages + 9)))
         + kib(128 * s.dispatch_warps * s.rows_in_flight)
     )
     return (
         tile
+        and (not pairs or (s.block_m == 128 and wide and s.math_mode == "cooperative"))
+        and (not pairs or (s.dispatch_warps == 1 and s.load_warps == 2 and s.num_sms % 2 == 0))
         and kibs <= 227
         and s.dispatch_warps + s.load_warps <= 4
         and s.rows_in_flight <= 32

@@ -137,6 +137,7 @@ def fit(problem: Problem, **fields: object) -> Schedule:
 
 PINGPONG: dict[str, object] = {"math_mode": "pingpong", "block_m": 64}
 SWAPPED: dict[str, object] = {"math_mode": "swapped", "block_m": 64}
+CLUSTER: dict[str, object] = {"cluster_size": 2, "dispatch_warps": 1}
 VARIANTS: dict[str, dict[str, object]] = {
     "wide128": {},
     "wide64": {"block_m": 64},
@@ -149,10 +150,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "pingpong_few": {**PINGPONG, "num_sms": 7, "rows_in_flight": 5, "dispatch_warps": 1},
     "swapped": SWAPPED,
     "swapped1": {**SWAPPED, "dispatch_warps": 3, "load_warps": 1},
+    "cluster": CLUSTER,
+    "cluster_few": {**CLUSTER, "num_sms": 6, "rows_in_flight": 5},
 }
 """Compile-time choices: every value of every field, not every combination."""
-SPLITS = ("pingpong", "swapped", "wide64", "wide128", "rows")
-"""Each math mode, split and block_m once."""
+SPLITS = ("pingpong", "swapped", "wide64", "wide128", "rows", "cluster")
+"""Each math mode, split, block_m and cluster_size once."""
 Schedules = dict[str, Schedule]
 
 
@@ -180,9 +183,9 @@ def edge_schedules(problem: Problem) -> Schedules:
     if problem.name == "experts500":  # more than threads
         return schedules(problem, ("wide64",))
     if problem.name in ("topk8", "wide-intermediate"):
-        return schedules(problem, ("pingpong", "rows", "swapped"))
+        return schedules(problem, ("pingpong", "rows", "swapped", "cluster"))
     if problem in [EXPERTS[n] for n in (1, 8, 31, 48)]:
-        return schedules(problem, ("wide64", "rows"))
+        return schedules(problem, ("wide64", "rows", "cluster"))
     return schedules(problem, ("wide64", "rows", "pingpong", "swapped"))
 
 
@@ -203,6 +206,7 @@ def preset_schedules(problem: Problem) -> Schedules:
         "m64": fit(problem, block_m=64, stages=5, rows_in_flight=2),
         "pingpong": fit(problem, **PINGPONG),
         "swapped": fit(problem, **SWAPPED),
+        "cluster": fit(problem, **CLUSTER),
     }
 
 
@@ -222,8 +226,8 @@ def rank_schedules(problem: Problem) -> Schedules:
 RECIPE_SPLITS = ("pingpong", "swapped", "wide128", "rows")
 PHASE_SCHEDULES = {
     "dispatch": ("m32", "wide64", "wide128"),
-    "linear1": ("pingpong", "swapped", "wide64", "wide128", "rows1"),
-    "linear2": ("pingpong", "swapped", "wide64", "wide128", "rows1"),
+    "linear1": ("pingpong", "swapped", "wide64", "wide128", "rows1", "cluster"),
+    "linear2": ("pingpong", "swapped", "wide64", "wide128", "rows1", "cluster"),
     "combine": ("wide128",),
 }
 """Schedules whose stand-alone phases are tested; the debug view for DEBUG_SCHEDULES too."""
@@ -267,7 +271,7 @@ EXACT_MATH = ("pingpong", "swapped", "wide128")
 """Schedules that run without fast_math and clamp."""
 
 
-TRACED = ("default", "wide128", "rows1", "pingpong1", "swapped", "few_sms", "lag")
+TRACED = ("default", "wide128", "rows1", "pingpong1", "swapped", "few_sms", "lag", "cluster")
 """Schedules of `SMALL` whose profiling builds run."""
 
 

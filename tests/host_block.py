@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from host_cluster import Cluster, Weights, load_weights, schedule
 from host_combine import combine, reset
 from host_scheduler import Agent, NamedBarrier, Wait, check
 from host_tasks import Lookahead, Report, Row, Tasks, Turns
@@ -39,7 +40,12 @@ class Block:
         self.order = (world.lag_order, world.order_step)
         # A ring stage's rows and weights, by step: of which tile, and where its rows came from.
         self.rows_loaded: list[tuple[Task, list[Row]]] = []
-        self.weights_loaded: list[Task] = []
+        # Of weights, the stages that this block has begun to fill, and by stage both halves: of
+        # what tile's weights, and which K block.
+        self.weights_begun = 0
+        self.halves: list[list[Weights]] = [[] for _ in range(s.stages)]
+        self.side = number % s.cluster_size
+        self.cluster: Cluster | None = None
         self.released: dict[int, int] = defaultdict(int)
         self.stored = [0, 0]
         self.multiply_turn = (NamedBarrier(2), NamedBarrier(2))
@@ -54,7 +60,7 @@ class Block:
         slots = world.rules.task_slots or s.task_slots
         self.tasks = Tasks(slots, (*self.loads, "math 0", "math 1"))
         self.movers = s.dispatch_warps + s.load_warps
-        self.roles = self.movers + 3
+        self.roles = self.movers + 3 + (s.cluster_size == 2)
         self.meeting = NamedBarrier(self.movers + 2)
 
     def agents(self) -> Iterator[tuple[str, Agent]]:
@@ -68,6 +74,8 @@ class Block:
             yield f"{where} dispatch {warp}", self._role(dispatch)
         for wg in (0, 1):
             yield f"{where} math {wg}", self._role(self.math(wg))
+        if self.cluster is not None:
+            yield f"{where} schedule", self._role(schedule(self))
 
     def _role(self, agent: Agent) -> Agent:
         yield from agent
@@ -299,8 +307,10 @@ class Block:
                         self.rows_loaded.append((task, list(self._rows(task, k, num_rows))))
                         rank.reads[task.phase, block] += 1
                         rank.rows_read[task.phase, block] += num_rows
-                    if ahead.publishes:
-                        self.weights_loaded.append(task)
+                    if ahead.loads_weights:
+                        yield from load_weights(
+                            self, ahead, (*self.weights_of(task), part, k), step
+                        )
                     if part == 0:
                         yield from ahead.beside(k, groups)
                     step += 1
@@ -313,7 +323,12 @@ class Block:
         return step < 0 or self.released[step] == self.plan.schedule.tile_warps // 4
 
     def is_full(self, step: int) -> bool:
-        return min(len(self.rows_loaded), len(self.weights_loaded)) > step
+        weights = self.halves[step % len(self.halves)] if self.weights_begun > step else []
+        return len(self.rows_loaded) > step and len(weights) == 2
+
+    def weights_of(self, task: Task) -> tuple[int, int, int]:
+        """What a tile's weights are: phase, expert, tile."""
+        return task.phase, expert_of(self.first_block, task.block), task.tile
 
     @property
     def gathers(self) -> bool:
@@ -407,7 +422,9 @@ class Block:
             for k in range(groups):
                 yield "a full stage", lambda step=turns.step: self.is_full(step)  # type: ignore[misc]
                 loaded, found = self.rows_loaded[turns.step]
-                check(loaded == task == self.weights_loaded[turns.step], "operands of another tile")
+                wanted = (*self.weights_of(task), part, k)
+                halves = self.halves[turns.step % len(self.halves)]
+                check(loaded == task and halves == [wanted] * 2, "operands of another tile")
                 check((part, k) == (0, 0) or rows == found, "K blocks of different rows")
                 rows = found
                 if k == min(1, groups - 1):

@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from host_block import Block
+from host_cluster import Cluster
 from host_scheduler import Agent, Scheduler, Wait, check
 
 from tl_megamoe.device.plan import Plan
@@ -45,6 +46,8 @@ class Rules:
         most_counted: routes that are few: with more, the blocks of one rank count them together.
             The schedule's threads when None.
         few_in_order: every block has few routes in the same order.
+        same_stage: a cluster shares tiles only where both blocks' next stage is the same.
+        meet: half of a shared tile's weights is sent when both blocks' stages are free.
     """
 
     bounded_lag: bool = True
@@ -62,6 +65,8 @@ class Rules:
     maxima_turns: bool = True
     most_counted: int | None = None
     few_in_order: bool = True
+    same_stage: bool = True
+    meet: bool = True
 
 
 def make_plan(
@@ -146,6 +151,7 @@ class World:
         self.scheduler = Scheduler(rng, style)
         self.wrapped = 0
         self.half_blocks = 0
+        self.shared_tiles = 0
 
     def run(self) -> int:
         """Run all launches; returns how many of them reused rows on some rank."""
@@ -160,6 +166,9 @@ class World:
         for topk_idx in (launch[rank.rank] for launch in self.launches):
             rank.begin(topk_idx)
             blocks = [Block(self, rank, number) for number in range(grid)]
+            if self.plan.schedule.cluster_size == 2:
+                for first in range(0, grid, 2):
+                    Cluster(self, blocks[first], blocks[first + 1])
             for block in blocks:
                 for name, agent in block.agents():
                     self.scheduler.start(name, agent)

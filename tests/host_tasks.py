@@ -59,7 +59,9 @@ class Lookahead:
 
     def __init__(self, block: Block, name: str, loads_rows: bool, publishes: bool):
         self.block, self.name = block, name
-        self.loads_rows, self.publishes = loads_rows, publishes
+        self.loads_rows, self.loads_weights = loads_rows, publishes
+        self.publishes = publishes and block.cluster is None
+        self.shares = False
         self.place = 0
         self.index = block.number - block.plan.schedule.num_sms
         self.task: Task | None = None
@@ -81,6 +83,9 @@ class Lookahead:
             check(self.owed is None, "a report is forgotten")
             self.owed = self.task.block
         self.task, self.rows = yield from block.tasks.read(self.place, self.name)
+        if self.loads_weights and block.cluster is not None:
+            self.shares = block.cluster.shares[block.side][self.place]
+            block.cluster.begun[block.side] += self.task is not None
         self.place += 1
         self.ready = self.next_ready
         if self.publishes and (self.task is not None or block.world.rules.claim_past_end):

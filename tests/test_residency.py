@@ -25,7 +25,17 @@ SOURCE = r"""
 #include <cstddef>
 #include <cstring>
 using Handle = void*;
-struct Fake { int blocks, sms, limit, fails, has_context, smem; int loaded, contexts, asked; };
+struct Fake {
+  int blocks, sms, limit, fails, has_context, smem, clusters;
+  int loaded, contexts, asked;
+};
+struct Attribute { int id, pad; unsigned value[16]; };
+struct Config {
+  unsigned grid[3], block[3], smem;
+  Handle stream;
+  Attribute* attributes;
+  unsigned number;
+};
 extern "C" {
 Fake fake;
 int cuInit(unsigned flags) { return flags; }
@@ -67,6 +77,14 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Handle function, in
   *blocks = threads == 384 && dynamic + 1000 == (size_t)fake.smem ? fake.blocks : -1;
   return function != &fake.asked;
 }
+int cuOccupancyMaxActiveClusters(int* clusters, Handle function, const Config* config) {
+  const Attribute& size = config->attributes[0];
+  bool right = config->number == 1 && size.id == 4 && size.value[0] == 2 && size.value[2] == 1;
+  right &= config->block[0] == 384 && config->grid[1] == 1;
+  right &= config->smem + 1000 == (unsigned)fake.smem;
+  *clusters = right ? fake.clusters : -1;
+  return fake.clusters < 0 || function != &fake.asked;
+}
 int cuCtxGetDevResource(Handle context, void* resource, int type) {
   if (context != &fake || type != 1) return 1;
   std::memcpy(static_cast<char*>(resource) + 96, &fake.sms, 4);
@@ -84,8 +102,11 @@ class State(ctypes.Structure):
 
     _fields_ = [  # noqa: RUF012
         (name, ctypes.c_int)
-        for name in ("blocks", "sms", "limit", "fails", "has_context", "smem", "loaded", "contexts")
-    ] + [("asked", ctypes.c_int)]
+        for name in (
+            *("blocks", "sms", "limit", "fails", "has_context", "smem", "clusters"),
+            *("loaded", "contexts", "asked"),
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +123,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def state(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
     """A driver that says one block of the schedule fits an SM, of 132."""
     found = State.in_dll(library, "fake")
-    values = {"blocks": 1, "sms": 132, "limit": 1 << 20, "has_context": 1, "smem": SMEM}
+    values = {
+        "blocks": 1,
+        "sms": 132,
+        "limit": 1 << 20,
+        "has_context": 1,
+        "smem": SMEM,
+        "clusters": 66,
+    }
     for name, value in values.items():
         setattr(found, name, value)
     found.fails = found.asked = 0
@@ -182,6 +210,48 @@ def test_virtual_ranks_run_at_once(state: State, buffer: SymmBuffer) -> None:
     state.sms = 66
     with pytest.raises(ScheduleError, match="33 blocks can be resident"):
         check_resident(made, buffer)
+
+
+def in_clusters(state: State, num_ranks: int = 1) -> ExportedKernel:
+    """A kernel of clusters, on the grid of one of so many ranks."""
+    problem = replace(SMALL, num_ranks=num_ranks)
+    schedule = replace(
+        fit(SMALL, cluster_size=2, dispatch_warps=1),
+        num_sms=132 // num_ranks,
+        experts_per_wave=problem.num_local_experts,
+    )
+    made = exported()
+    made.spec = replace(SPEC, problem=problem, schedule=schedule)
+    state.smem = schedule.smem_bytes(problem)
+    return made
+
+
+def test_clusters_that_do_not_fit(state: State, buffer: SymmBuffer) -> None:
+    made = in_clusters(state)
+    check_resident(made, buffer)
+    residency._known.clear()
+    state.clusters = 65
+    with pytest.raises(ScheduleError, match=r"65 clusters can be resident.*66 a rank.*num_sms=130"):
+        check_resident(made, buffer)
+    residency._known.clear()
+    state.clusters = 0
+    with pytest.raises(ScheduleError, match=r"Pass a schedule with cluster_size=1\.$"):
+        check_resident(made, buffer)
+
+
+def test_clusters_of_virtual_ranks(state: State, buffer: SymmBuffer) -> None:
+    made = in_clusters(state, 2)
+    buffer.rank_mode, buffer.num_sms = "virtual", 66
+    check_resident(made, buffer)
+    residency._known.clear()
+    state.clusters = 65
+    with pytest.raises(ScheduleError, match="65 clusters can be resident.*of 2 ranks"):
+        check_resident(made, buffer)
+
+
+def test_a_driver_that_does_not_count_clusters(state: State, buffer: SymmBuffer) -> None:
+    state.clusters = -1
+    check_resident(in_clusters(state), buffer)
 
 
 @pytest.mark.parametrize("change", [{"blocks": 0}, {"limit": 100_000}], ids=["blocks", "limit"])

@@ -37,6 +37,7 @@ schedules = st.builds(
     num_sms=st.integers(0, 132),
     prefetch=st.integers(-1, 60),
     evict_first=st.integers(-1, 2),
+    cluster_size=st.integers(0, 3),
 )
 problems = st.sampled_from([p.one_rank() for p in PRESETS.values()]) | st.builds(
     lambda h, i, e, k: Problem(
@@ -124,9 +125,11 @@ def test_dict_round_trip(schedule: Schedule) -> None:
     assert hash(Schedule.from_dict(schedule.to_dict())) == hash(schedule)
 
 
-def test_a_schedule_written_before_evict_first_reads_as_without() -> None:
+@pytest.mark.parametrize("missing", [("evict_first", "cluster_size"), ("cluster_size",)])
+def test_a_schedule_written_before_a_field_reads_as_without(missing: tuple[str, ...]) -> None:
     values = Schedule(stages=3).to_dict()
-    del values["evict_first"]
+    for field in missing:
+        del values[field]
     assert Schedule.from_dict(values) == Schedule(stages=3)
 
 
@@ -155,6 +158,7 @@ def test_names_change_with_every_field() -> None:
         "num_sms": 128,
         "prefetch": 8,
         "evict_first": 1,
+        "cluster_size": 2,
     }
     swapped = dataclasses.replace(pingpong, math_mode="swapped")
     names = {base.name, lag.name, dataclasses.replace(lag, lag=8).name, pingpong.name, swapped.name}
@@ -195,6 +199,11 @@ def test_from_dict_refuses(change: dict[str, object], message: str) -> None:
         ({"stages": 17}, "exceeds the 16 K blocks"),
         ({"prefetch": 33}, "exceeds the 32 K blocks"),
         ({"evict_first": 2}, "evict_first=2 must be one of (0, 1)"),
+        ({"cluster_size": 3}, "cluster_size=3 must be one of (1, 2)"),
+        ({"cluster_size": 2}, "needs dispatch_warps=1 and load_warps=2"),
+        ({"cluster_size": 2, "num_sms": 33}, "num_sms=33 is not a multiple of cluster_size=2"),
+        ({"cluster_size": 2, "block_m": 64}, "cooperative tiles of 128 rows"),
+        ({"cluster_size": 2, "linear1_block_n": 128}, "load 128 of 256 weight rows"),
         ({"rows_in_flight": 33}, "32 lanes"),
         ({"math_mode": "pingpong"}, "needs block_m=64, found block_m=128"),
         (

@@ -34,7 +34,7 @@ def space_file(tmp_path: Path, text: str) -> str:
 def test_screen_is_small(name: str) -> None:
     found = enumerate_candidates(PRESETS[name].one_rank(), 512, load_space("screen"))
     assert 45 <= len(found.schedules) <= 60  # 48 experts have more wave sizes than 32
-    assert len({s.kernel_key() for s in found.schedules}) <= 30
+    assert len({s.kernel_key() for s in found.schedules}) <= 31
 
 
 def test_screen_holds_what_is_frozen() -> None:

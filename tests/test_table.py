@@ -68,8 +68,10 @@ SCHEMA_2 = (
 
 
 def test_headers_of_older_schemas_are_those_that_files_have() -> None:
-    assert schema_module.header_of(COLUMNS, 4) == list(COLUMNS)
-    third = [name for name in COLUMNS if name != "evict_first"]
+    assert schema_module.header_of(COLUMNS, 5) == list(COLUMNS)
+    fourth = [name for name in COLUMNS if name != "cluster_size"]
+    assert schema_module.header_of(COLUMNS, 4) == fourth
+    third = [name for name in fourth if name != "evict_first"]
     assert schema_module.header_of(COLUMNS, 3) == third
     assert schema_module.header_of(COLUMNS, 2) == SCHEMA_2.split(",")
     first = [name for name in SCHEMA_2.split(",") if name not in ("nvlink_gbs", "math_mode")]

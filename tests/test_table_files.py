@@ -35,7 +35,7 @@ from tl_megamoe.explorer.table import (
 from tl_megamoe.schedule import Schedule
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["schema 1", "schema 2", "schema 3"])
+@pytest.fixture(params=[1, 2, 3, 4], ids=["schema 1", "schema 2", "schema 3", "schema 4"])
 def old_schema(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

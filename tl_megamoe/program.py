@@ -6,7 +6,7 @@ the other phases' work and the waits for them, so that it is tested, profiled an
 threads            role                 registers
 0 .. 32 D          dispatch             load_registers (one warpgroup with load)
 .. 32 (D + L)      load                 load_registers
-.. 128             idle warps, if any
+.. 128             idle warps, if any; in a cluster the scheduler
 128 .. 256         math warpgroup 0     math_registers
 256 .. 384         math warpgroup 1     math_registers
 
@@ -22,10 +22,11 @@ from typing import Any
 
 import tilelang.language as T
 
-from .device import barriers, trace
+from .device import barriers, cluster, trace
 from .device.barriers import BARRIERS_CUDA
+from .device.cluster import CLUSTER_CUDA, Scheduler
 from .device.l2 import L2_CUDA
-from .device.lookahead import LOOKAHEAD_CUDA, Lookahead, block_of
+from .device.lookahead import LOOKAHEAD_CUDA, Lookahead
 from .device.matmul import MATMUL_CUDA, MAX_UNITS, Accumulators
 from .device.pingpong import Turns
 from .device.plan import FP8, Params, Plan
@@ -35,7 +36,7 @@ from .device.ring import RING_CUDA, Cursor, Shared
 from .device.swapped import SWAPPED_CUDA, SWAPPED_SWIGLU_CUDA
 from .device.tasks import TASKS_CUDA
 from .device.trace import TRACE_CUDA
-from .device.walk import LINEAR1_BIT, WALK_CUDA
+from .device.walk import LINEAR1_BIT, PAIRS_CUDA, WALK_CUDA, block_of
 from .phases import combine, dispatch, linear1, linear1_swapped, linear2, linear2_swapped
 from .phases.combine import COMBINE_CUDA
 from .phases.dispatch import DISPATCH_CUDA
@@ -59,9 +60,11 @@ DEVICE_CUDA = (
 )
 
 
-def device_cuda(fast_math: bool, swapped: bool = False) -> str:
+def device_cuda(fast_math: bool, swapped: bool = False, in_cluster: bool = False) -> str:
     """The text of the helpers. A promotion flushes subnormal numbers where nvcc's own code does."""
     text = DEVICE_CUDA + SWAPPED_CUDA + GATHER_CUDA if swapped else DEVICE_CUDA
+    if in_cluster:
+        text += PAIRS_CUDA + CLUSTER_CUDA
     if fast_math:
         return text + (SWAPPED_SWIGLU_CUDA if swapped else LINEAR1_CUDA)
     return text.replace("rn.ftz.f32", "rn.f32")
@@ -237,8 +240,9 @@ def build_program(plan: Plan):
         clamp: T.float32,
         trace_address: T.int64 if plan.profile else 0,  # a constant is no parameter
     ):
-        with T.Kernel(s.num_sms, threads=s.threads) as grid_block:
-            helpers = device_cuda(plan.fast_math, s.swapped)
+        clusters = {"cluster_dims": s.cluster_size} if s.cluster_size > 1 else {}
+        with T.Kernel(s.num_sms, threads=s.threads, **clusters) as grid_block:
+            helpers = device_cuda(plan.fast_math, s.swapped, s.cluster_size > 1)
             T.import_source(helpers + TRACE_CUDA if plan.profile else helpers)
             p = Params(
                 topk_idx,
@@ -270,6 +274,7 @@ def build_program(plan: Plan):
             shared = Shared(plan)
             tx = T.get_thread_binding()
             trace.begin(plan, p)
+            cluster.sync(plan)
             if plan.runs("dispatch"):
                 if plan.fused:
                     if tx >= 96:
@@ -303,6 +308,10 @@ def build_program(plan: Plan):
                             if s.load_warps == 2:
                                 if tx < s.first_load_thread + 64:
                                     load_role(plan, p, shared, grid_block, (False, True))
+                                else:
+                                    if s.cluster_size > 1:
+                                        scheduler = Scheduler(plan, p, shared, grid_block)
+                                        scheduler.run()
                 combine.wait_beside(plan, p)
                 combine.reset_counters(plan, p, shared, grid_block)
             else:
@@ -311,5 +320,6 @@ def build_program(plan: Plan):
                 wg = T.alloc_var("int32")
                 wg = T.call_extern("int32", "tlmm_uniform", tx // 128 - 1)
                 math_role(plan, p, shared, grid_block, wg)
+            cluster.sync(plan)
 
     return mega_moe

@@ -22,6 +22,7 @@ from .schedule import ScheduleError
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
     from .kernel import CompiledKernel
+    from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ RESOURCE_BYTES, SM_COUNT_AT = 512, 96
 """More than a CUdevResource has, and where its union begins, with the SMs of a context."""
 INVALID_VALUE = 1
 """The driver's answer to more shared memory than a block may have."""
+CLUSTER_DIMENSION = 4
+"""Of CUlaunchAttributeID."""
 
 
 class DriverError(RuntimeError):
@@ -46,11 +49,33 @@ class Occupancy(NamedTuple):
         blocks_per_sm: blocks that one SM holds at once; 0: a block does not fit.
         registers: of a thread.
         smem_bytes: shared memory of a block, static and dynamic.
+        clusters: clusters that the whole device holds at once; None of blocks without, and where
+            the driver does not say.
     """
 
     blocks_per_sm: int
     registers: int
     smem_bytes: int
+    clusters: int | None = None
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, and a value of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]  # noqa: RUF012
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [  # noqa: RUF012
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
 
 
 _known: dict[tuple[bytes, int, int], Occupancy] = {}
@@ -79,7 +104,7 @@ def check_resident(kernel: CompiledKernel, buffer: SymmBuffer) -> None:
         smem = schedule.smem_bytes(spec.problem, spec.recipe)
         index = buffer.device.index
         key = (hashlib.sha256(image).digest(), smem, index)
-        found = _known.get(key) or occupancy(image, function, schedule.threads, smem, index)
+        found = _known.get(key) or occupancy(image, function, schedule, smem, index)
         _known[key] = found
         num_sms = context_sms(index)
         if num_sms is not None and buffer.rank_mode == "virtual":
@@ -89,6 +114,7 @@ def check_resident(kernel: CompiledKernel, buffer: SymmBuffer) -> None:
         return
     if buffer.num_sms is not None:
         num_sms = min(num_sms or buffer.num_sms, buffer.num_sms)
+    _check_clusters(found, kernel, buffer)
     if num_sms is None or found.blocks_per_sm * num_sms >= schedule.num_sms:
         return
     fits = found.blocks_per_sm * num_sms
@@ -104,6 +130,22 @@ def check_resident(kernel: CompiledKernel, buffer: SymmBuffer) -> None:
         f"{schedule.threads} threads, {found.registers} registers a thread and "
         f"{found.smem_bytes:,} bytes of shared memory. {advice}"
     )
+
+
+def _check_clusters(found: Occupancy, kernel: CompiledKernel, buffer: SymmBuffer) -> None:
+    """Raise unless all clusters of a kernel can be resident."""
+    schedule = kernel.spec.schedule
+    if found.clusters is None:
+        return
+    ranks = kernel.spec.problem.num_ranks if buffer.rank_mode == "virtual" else 1
+    fits = found.clusters // ranks * schedule.cluster_size
+    if fits < schedule.num_sms:
+        raise ScheduleError(
+            f"cluster_size={schedule.cluster_size} of {schedule.name}: {found.clusters} clusters "
+            f"can be resident at once on {buffer.device_name} ({buffer.device}), of {ranks} ranks, "
+            f"and {schedule.num_sms // schedule.cluster_size} a rank must be. Pass a schedule with "
+            "cluster_size=1" + (f" or num_sms={fits}." if fits else ".")
+        )
 
 
 def binary_of(kernel: CompiledKernel) -> tuple[bytes, str]:
@@ -185,14 +227,14 @@ class _Context:
 
 
 def occupancy(
-    image: bytes, function: str, threads: int, smem_bytes: int, device_index: int
+    image: bytes, function: str, schedule: Schedule, smem_bytes: int, device_index: int
 ) -> Occupancy:
-    """Ask the driver how many blocks of a kernel an SM holds.
+    """Ask the driver how many blocks of a kernel an SM holds, and how many clusters the device.
 
     Args:
         image: its cubin.
         function: its name there.
-        threads: of a block.
+        schedule: the kernel's: threads of a block, blocks of a cluster.
         smem_bytes: of a block, static and dynamic.
         device_index: of the GPU.
 
@@ -200,6 +242,7 @@ def occupancy(
         DriverError: the driver cannot be asked.
     """
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    clusters = None
     registers, static, blocks = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     with _Context(device_index):
         _ask("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
@@ -219,12 +262,34 @@ def occupancy(
                     "cuOccupancyMaxActiveBlocksPerMultiprocessor",
                     ctypes.byref(blocks),
                     kernel,
-                    ctypes.c_int(threads),
+                    ctypes.c_int(schedule.threads),
                     ctypes.c_size_t(dynamic),
                 )
+                if schedule.cluster_size > 1:
+                    clusters = _clusters(kernel, schedule, dynamic)
         finally:
             _ask("cuModuleUnload", module)
-    return Occupancy(blocks.value, registers.value, smem_bytes)
+    return Occupancy(blocks.value, registers.value, smem_bytes, clusters)
+
+
+def _clusters(kernel: ctypes.c_void_p, schedule: Schedule, dynamic: int) -> int | None:
+    """Clusters of a kernel that the device holds at once; None if the driver does not say."""
+    attribute = LaunchAttribute(id=CLUSTER_DIMENSION)
+    attribute.value[:3] = (schedule.cluster_size, 1, 1)
+    config = LaunchConfig(
+        grid=(schedule.num_sms, 1, 1),
+        block=(schedule.threads, 1, 1),
+        smem=dynamic,
+        attributes=ctypes.pointer(attribute),
+        num_attributes=1,
+    )
+    found = ctypes.c_int()
+    try:
+        _ask("cuOccupancyMaxActiveClusters", ctypes.byref(found), kernel, ctypes.byref(config))
+    except DriverError as error:
+        logger.info("%s: not known how many clusters fit: %s", schedule.name, error)
+        return None
+    return found.value
 
 
 def context_sms(device_index: int) -> int | None:

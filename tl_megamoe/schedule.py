@@ -70,6 +70,9 @@ class Schedule:
         evict_first: 1: the weights of an expert with one pool block, which are read once, are the
             first that L2 gives up, and what only the launch itself reads is dropped from L2 at its
             end instead of being written to memory (device/l2.py). 0: as the hardware does.
+        cluster_size: 2: two blocks of the grid take neighbouring tasks, and where both multiply the
+            same weights each loads half of them for both (device/cluster.py); for tiles of 128
+            rows, with one dispatch warp. 1: every block loads its own.
     """
 
     math_mode: Literal["cooperative", "pingpong", "swapped"] = "cooperative"
@@ -88,18 +91,19 @@ class Schedule:
     num_sms: int = 132
     prefetch: int = 0
     evict_first: int = 0
+    cluster_size: int = 1
 
     # ---- identity
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Schedule:
-        """A schedule from exactly its fields; `evict_first` may be missing, which is 0: files that
-        were written before it lack it.
+        """A schedule from exactly its fields; `evict_first` and `cluster_size` may be missing,
+        which is 0 and 1: files that were written before them lack them.
 
         Raises:
             ScheduleError: an unknown or missing field, or a value of the wrong type.
         """
-        values = {"evict_first": 0, **values}
+        values = {"evict_first": 0, "cluster_size": 1, **values}
         names = {f.name for f in fields(cls)}
         unknown, missing = sorted(set(values) - names), sorted(names - set(values))
         if unknown or missing:
@@ -125,6 +129,7 @@ class Schedule:
         walk = f"w{self.experts_per_wave}" if self.order == "wave" else f"lag{self.lag}"
         mode = NAME_PREFIXES.get(self.math_mode, "")
         end = f"-e{self.evict_first}" if self.evict_first else ""
+        end += f"-c{self.cluster_size}" if self.cluster_size > 1 else ""
         return (
             f"{mode}m{self.block_m}-n{self.linear1_block_n}.{self.linear2_block_n}-s{self.stages}-{walk}"
             f"-d{self.dispatch_warps}l{self.load_warps}"
@@ -149,6 +154,11 @@ class Schedule:
         )
 
     # ---- derived
+
+    def on_sms(self, num_sms: int) -> Schedule:
+        """The schedule on so many multiprocessors at most: whole clusters, one at least."""
+        clusters = min(self.num_sms, num_sms) // self.cluster_size
+        return replace(self, num_sms=max(1, clusters) * self.cluster_size)
 
     @property
     def pingpong(self) -> bool:
@@ -270,6 +280,7 @@ class Schedule:
         if out:
             return out
         out += self._tile_violations(phase)
+        out += self._cluster_violations()
         out += self._problem_violations(problem)
         registers = self.role_threads * self.load_registers + 32 * MATH_WARPS * self.math_registers
         launched = self.threads * LAUNCH_REGISTERS
@@ -298,6 +309,7 @@ class Schedule:
             "order": ("wave", "lag"),
             "load_warps": (1, 2),
             "evict_first": (0, 1),
+            "cluster_size": (1, 2),
         }
         at_least = {
             "stages": 2,
@@ -387,6 +399,36 @@ class Schedule:
                         f"{linear}_block_n=128 splits rows between two warpgroups of 64 rows each "
                         "and needs block_m=128, found block_m=64",
                     )
+        return out
+
+    def _cluster_violations(self) -> Violations:
+        out = Violations()
+        if self.cluster_size == 1:
+            return out
+        if self.math_mode != "cooperative" or self.block_m != 128:
+            out.add(
+                "cluster_tiles",
+                f"cluster_size={self.cluster_size} shares the weights of cooperative tiles of 128 "
+                f"rows, found math_mode={self.math_mode!r} and block_m={self.block_m}",
+            )
+        if (self.linear1_block_n, self.linear2_block_n) != (256, 256):
+            out.add(
+                "cluster_columns",
+                f"cluster_size={self.cluster_size} has each block load 128 of 256 weight rows, "
+                f"found linear1_block_n={self.linear1_block_n} and linear2_block_n="
+                f"{self.linear2_block_n}",
+            )
+        if (self.dispatch_warps, self.load_warps) != (1, 2):
+            out.add(
+                "cluster_warps",
+                f"cluster_size={self.cluster_size} needs dispatch_warps=1 and load_warps=2, since "
+                f"the fourth warp schedules, found {self.dispatch_warps} and {self.load_warps}",
+            )
+        if self.num_sms % self.cluster_size:
+            out.add(
+                "cluster_grid",
+                f"num_sms={self.num_sms} is not a multiple of cluster_size={self.cluster_size}",
+            )
         return out
 
     def _problem_violations(self, problem: Problem) -> Violations:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -142,7 +141,7 @@ def schedule_intervals(
             tokens_to_tune=(*usual, capacity),
         ).schedule
         if num_sms is not None:
-            chosen = replace(chosen, num_sms=min(chosen.num_sms, num_sms))
+            chosen = chosen.on_sms(num_sms)
         if out and out[-1][1] == chosen:
             out.pop()
         out.append((end, chosen))

@@ -14,6 +14,8 @@ SMEM_LIMIT_BYTES = 227 * 1024
 """Shared memory one SM90 block may take, static part included (CUDA programming guide, 9.0)."""
 MAX_ROW_CHUNK = 2048
 STAGING_BYTES = 16 * 1024
+CLAIM_SLOTS = 4
+"""Claims on their way from the first to the second block of a cluster (device/cluster.py)."""
 FEW_COUNT_BYTES = 2
 """Of few routes, what those of an expert in a warp, and before it, are counted in."""
 MAX_FEW_STEPS = 2
@@ -32,6 +34,10 @@ def buffers(
     s, scales = schedule, recipe.scales_per_k_block
     tables = 4 * s.task_slots + 2 + problem.num_experts + 3 * problem.num_local_experts + 2
     tables += few_routes
+    barriers = 2 * s.stages + s.row_slots + s.task_slots
+    if s.cluster_size == 2:
+        tables += CLAIM_SLOTS
+        barriers += s.stages + 1 + 2 * CLAIM_SLOTS
     sizes = {
         "ring_a": s.stages * s.block_m * SCALE_BLOCK,
         "ring_b": s.stages * s.max_block_n * SCALE_BLOCK,
@@ -40,7 +46,7 @@ def buffers(
         "amax": 2 * (s.tile_warps * s.block_m if s.swapped else 2 * 64) * 4,
         "scales": 2 * scales * s.block_m * 4,
         "tables": 4 * tables,
-        "barriers": 8 * (2 * s.stages + s.row_slots + s.task_slots),
+        "barriers": 8 * barriers,
     }
     if s.swapped:
         sizes["inverse"] = 2 * s.block_m * 4

@@ -37,7 +37,7 @@ NAME = re.compile(
     r"-s(?P<stages>\d+)-(?:w(?P<experts_per_wave>\d+)|lag(?P<lag>\d+))"
     r"-d(?P<dispatch_warps>\d+)l(?P<load_warps>\d+)"
     r"-r(?P<load_registers>\d+)\.(?P<math_registers>\d+)-f(?P<rows_in_flight>\d+)"
-    r"-sm(?P<num_sms>\d+)-p(?P<prefetch>\d+)(?:-e(?P<evict_first>\d+))?"
+    r"-sm(?P<num_sms>\d+)-p(?P<prefetch>\d+)(?:-e(?P<evict_first>\d+))?(?:-c(?P<cluster_size>\d+))?"
 )
 """`Schedule.name`, taken apart."""
 

@@ -29,6 +29,7 @@ clusters.patch on 3ae23ec: cl (clusters of two), cw, c2, np (pairs of full block
 nothing shared), co (the launch alone), sc (a warp that looks tiles up), pk (combine selects words),
 sg (SwiGLU without a select, for gates above -43), sk1 to sk3 (one warpgroup behind the other); og
 of rows_direct.patch on 3ae23ec: few routes as they are without it.
+parts.patch on 773ae7f adds the field combine_parts.
 prefetch_ring.patch is for a195d07 and has none. PROBLEM names another preset.
 
 Fused variants are compared with the reference and with the first one, to the bit.

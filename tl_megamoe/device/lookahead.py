@@ -15,17 +15,21 @@ Each of these takes up to 2000 clocks, a K block of the math warpgroups half as 
 4 stages holds four: done one after the other they would empty it. The last does not come at a
 tile's beginning: an acquire takes microseconds where memory is busy, and all blocks would let it
 idle. A tile with two K loops has all of this in its first.
+
+In a cluster (device/cluster.py) a fourth warp schedules: it claims when the weights warp begins a
+tile, for both blocks at once, finds out the task and whose it is and tells everyone. The weights
+warp only loads.
 """
 
 from __future__ import annotations
 
 import tilelang.language as T
 
-from . import barriers, l2, walk
+from . import barriers, cluster, l2, walk
 from .plan import Params, Plan
 from .report import report, wait_first
 from .ring import Cursor, Shared
-from .walk import LINEAR1_BIT
+from .walk import LINEAR1_BIT, block_of
 
 LOOKAHEAD_CUDA = r"""
 TLMM_DEV int tlmm_is_equal(const void* p, int want) { return tlmm_load_acquire(p) == want; }
@@ -39,11 +43,6 @@ TLMM_DEV void tlmm_pause(unsigned clocks) {
 START_CLOCKS = 2000
 """Between a block's first loads of weights: about a microsecond. Measured with 4 stages, which take
 three of them, less than the first rows do; a deeper ring takes more."""
-
-
-def block_of(code):
-    """The pool block of a task."""
-    return (code >> 8) & 4194303
 
 
 @T.meta_class
@@ -65,7 +64,10 @@ class Lookahead:
         self.p = p
         self.shared = shared
         self.tasks = shared.tasks
-        self.loads_rows, self.publishes = what
+        self.loads_rows, self.loads_weights = what
+        self.in_cluster = plan.schedule.cluster_size == 2
+        self.publishes = self.loads_weights and not self.in_cluster
+        self.pair = cluster.Pair(shared) if self.loads_weights and self.in_cluster else None
         self.reports = self.loads_rows and plan.runs("linear1") and not plan.schedule.pingpong
         self.place = Cursor(plan.schedule.task_slots, 0)
         self.first = grid_block
@@ -102,10 +104,13 @@ class Lookahead:
             if self.code[0] >= LINEAR1_BIT:
                 self.owed[0] = block_of(self.code[0])
         self.tasks.read(self.place, self.code, self.expert, self.rows)
+        if self.pair is not None:
+            self.pair.begin(self.tasks, self.place, self.code[0])
         self.place.advance()
         self.ready[0] = self.next_ready[0]
-        if self.publishes:
+        if self.loads_weights:
             self.once[0] = T.Cast("int32", l2.reads_once(self.p, self.shared, self.expert[0]))
+        if self.publishes:
             # Not behind the last tile: nobody would wait for that add before the counter is reset.
             if (T.get_thread_binding() % 32 == 0) & (self.code[0] >= 0):
                 self.index[0] = barriers.fetch_add(
@@ -224,7 +229,7 @@ class Lookahead:
         weights that all blocks ask for: so they ask for one stage after the other. Not the warp
         that loads rows too, which has waited for the tokens, and not where rows are gathered, which
         is one access."""
-        if self.publishes and not self.loads_rows and self.plan.fused:
+        if self.loads_weights and not self.loads_rows and self.plan.fused:
             if self.holds_back(k):
                 T.call_extern("handle", "tlmm_pause", START_CLOCKS)
 

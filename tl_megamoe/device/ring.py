@@ -21,7 +21,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from ..layout import ITEM_BYTES
 from ..schedule import BLOCK_K
-from ..shared_memory import whole_kib
+from ..shared_memory import CLAIM_SLOTS, whole_kib
 from . import l2
 from .plan import FP8, Plan
 from .tasks import Tasks
@@ -281,6 +281,11 @@ class Operands:
             T.call_extern("handle", "tlmm_free", _in_stage(self.empty_base, self.left, 8))
 
 
+def cluster_rank():
+    """The block's number in its cluster, traced."""
+    return T.call_extern("int32", "tlmm_cluster_rank")
+
+
 def _in_stage(base, stage, size: int):
     """An address within a stage, from that within the first; `size` is a stage's."""
     return base[0] + T.Cast("uint32", stage[0]) * T.uint32(size)
@@ -311,6 +316,46 @@ def _first_row(cursor, num_k: int):
 
 
 @T.macro
+def load_weights(ring, cursor, ahead, weights, at, k, num_k):
+    """Start the copies of K block `k` of a tile's weights; arguments as of `fill`."""
+    expert, first_block, num_blocks = at
+    if T.shuffle_elect(32):
+        expect(ring, cursor, num_blocks * BLOCK_K * BLOCK_K, not ahead.loads_rows)
+        for b in tuple(range(num_blocks)):
+            l2.copy_weights(
+                ring.b[ring.b_at(cursor, b)],
+                weights[expert, first_block + b, k, _first_row(cursor, num_k), 0],
+                BLOCK_K * BLOCK_K,
+                ring.full[cursor.stage[0]],
+                ahead.once[0],
+            )
+
+
+@T.macro
+def load_half(ring, cursor, ahead, weights, at, k, num_k):
+    """The same of a tile whose weights the cluster shares: one half, into both blocks' stages, when
+    both are free."""
+    expert, first_block, num_blocks = at
+    half = num_blocks // 2
+    ahead.pair.meet(cursor.stage[0])
+    if T.shuffle_elect(32):
+        expect(ring, cursor, num_blocks * BLOCK_K * BLOCK_K, not ahead.loads_rows)
+        for b in tuple(range(half)):
+            ahead.pair.load(
+                ring.b[ring.b_at(cursor, cluster_rank() * half + b)],
+                weights[
+                    expert,
+                    first_block + cluster_rank() * half + b,
+                    k,
+                    _first_row(cursor, num_k),
+                    0,
+                ],
+                BLOCK_K * BLOCK_K,
+                ring.full[cursor.stage[0]],
+            )
+
+
+@T.macro
 def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
     """Fill the ring with the K blocks of one tile. Role: load, one warp.
 
@@ -327,9 +372,8 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
         num_k: K blocks.
         part: 0 in the first loop over a tile's K blocks.
     """
-    with_a, with_b = ahead.loads_rows, ahead.publishes
+    with_a, with_b = ahead.loads_rows, ahead.loads_weights
     row, num_rows, scales = rows
-    expert, first_block, num_blocks = at
     for k in T.serial(num_k):
         if part == 0:
             ahead.hold_back(k)
@@ -348,16 +392,13 @@ def fill(ring, cursor, ahead, acts, acts_sf, rows, weights, at, num_k, part):
                             num_rows * 4,
                         )
         if with_b:
-            if T.shuffle_elect(32):
-                expect(ring, cursor, num_blocks * BLOCK_K * BLOCK_K, not with_a)
-                for b in tuple(range(num_blocks)):
-                    l2.copy_weights(
-                        ring.b[ring.b_at(cursor, b)],
-                        weights[expert, first_block + b, k, _first_row(cursor, num_k), 0],
-                        BLOCK_K * BLOCK_K,
-                        ring.full[cursor.stage[0]],
-                        ahead.once[0],
-                    )
+            if ahead.pair is None:
+                load_weights(ring, cursor, ahead, weights, at, k, num_k)
+            else:
+                if ahead.pair.shares[0] == 1:
+                    load_half(ring, cursor, ahead, weights, at, k, num_k)
+                else:
+                    load_weights(ring, cursor, ahead, weights, at, k, num_k)
         if with_a:
             ring.commit(cursor)
         cursor.advance()
@@ -402,6 +443,7 @@ class Shared:
     first_block    local experts + 1     first pool block, number of blocks at the end
     first_row      local experts + 1     first received row, number of rows at the end
     routes         few routes            of few routes (dispatch.py), the entry of a received row
+    claims         4 in a cluster        tasks that its first block has claimed for its second
     """
 
     def __init__(self, plan: Plan):
@@ -415,12 +457,19 @@ class Shared:
         else:
             self.amax = alloc_kib((2, 2, 64), "float32")
         self.scales = alloc_kib((2, plan.recipe.scales_per_k_block, s.block_m), "float32")
+        if s.cluster_size == 2:
+            self.meet = T.alloc_barrier([1] * s.stages)
+            self.begun = T.alloc_barrier([1])
+            self.claim_full = T.alloc_barrier([1] * CLAIM_SLOTS)
+            self.claim_free = T.alloc_barrier([1] * CLAIM_SLOTS)
         self.rows = alloc_kib((s.row_slots * plan.row_chunk,), FP8)
         self.row_bars = T.alloc_barrier([1] * s.row_slots)
         first = 4 * s.task_slots + 2
         routes = first + problem.num_experts + 3 * local + 2
         few = s.few_routes(problem, plan.recipe)
-        self.tables = alloc_kib((routes + few,), "int32")
+        claims = CLAIM_SLOTS if s.cluster_size == 2 else 0
+        self.tables = alloc_kib((routes + few + claims,), "int32")
+        self.claims = Table(self.tables, routes + few)
         self.tasks = Tasks(s.task_slots, self.tables, 0)
         self.stored = Table(self.tables, first - 2)
         self.counts = Table(self.tables, first)

@@ -44,18 +44,24 @@ class Tasks:
         return T.address_of(self.tables[self.offset + slot * 4])
 
     @T.inline
-    def publish(self, cursor, code, expert, rows):
-        """Write the entry at `cursor`. One warp."""
+    def publish(self, cursor, code, expert, rows, shares=None):
+        """Write the entry at `cursor`; `shares` in a cluster (device/cluster.py). One warp."""
         if T.shuffle_elect(32):
             T.call_extern(
                 "handle",
-                "tlmm_publish",
+                "tlmm_publish" if shares is None else "tlmm_publish_shares",
                 self.entry(cursor.stage[0]),
                 T.address_of(self.full[cursor.stage[0]]),
                 code,
                 expert,
                 rows,
+                *(() if shares is None else (shares,)),
             )
+
+    def shares(self, cursor):
+        """Of the entry at `cursor`, which was waited for: whether both blocks of the cluster have
+        the tile's weights."""
+        return T.call_extern("int32", "tlmm_shares", self.entry(cursor.stage[0]))
 
     @T.inline
     def read(self, cursor, code, expert, rows):

@@ -20,6 +20,11 @@ block one after the other, then the next: blocks of the grid that run together r
 which come from memory once, not once in each few pool blocks, while the group's rows stay in L2. A
 group is done as a whole, so that waves of an expert or two wait at their ends.
 
+In a cluster of two blocks (device/cluster.py) tasks 2i and 2i + 1 are claimed together, and in wave
+order the tasks of a group come otherwise: two tiles of all its blocks, one tile after the other, but
+then two tiles of a last block with at most 64 rows. So the tiles of a pair mostly have the same
+weights, and take the same time.
+
 The device reads WALK_CUDA, the tests compile the same text for the host, and `task_at` is its Python
 twin for explorer and tests.
 """
@@ -87,6 +92,29 @@ TLMM_DEV int tlmm_task(int index, const int* first_block, int num_experts, int l
                      : tlmm_grouped_task(first_block, num_experts, first, end, r - linear1, n2); }
 """
 )
+
+
+PAIRS_CUDA = r"""
+// In a cluster: the task that comes where `tlmm_task` of the same launch has `code`. `total`: rows of each expert. `near`:
+// bit 0 if the next task has the same weights, bit 1 if the one before has.
+TLMM_DEV int tlmm_pair_task(int code, const int* first_block, const int* total, int num_experts, int n1, int n2, int* near) {
+  *near = 0;
+  if (code < 0) return code;
+  int phase = code & 1 << 30, block = code >> 8 & 4194303, n = phase ? n1 : n2;
+  int expert = tlmm_expert_of(first_block, num_experts, block), begin = first_block[expert], end = first_block[expert + 1];
+  int last_rows = total[expert] - (end - 1 - begin) * 128;
+  int groups = (end - begin + TLMM_GROUP_BLOCKS - 1) / TLMM_GROUP_BLOCKS, size = (end - begin + groups - 1) / groups;
+  begin += (block - begin) / size * size;
+  bool low = last_rows <= 64 && begin + size >= end;
+  if (begin + size < end) end = begin + size;
+  size = end - begin;
+  int full = size - low, r = (code & 255) * size + block - begin, q = r % (2 * size), tile = r / (2 * size) * 2;
+  int tiles = tile + 1 < n ? 2 : 1;
+  if (q >= full * tiles) return phase | (end - 1) << 8 | (tile + q - full * tiles);
+  block = q % full;
+  *near = (block > 0 ? 2 : 0) | (block + 1 < full ? 1 : 0);
+  return phase | (begin + block) << 8 | (tile + q / full); }
+"""
 
 
 class Task(NamedTuple):
@@ -217,6 +245,32 @@ def task_at(
     return Task(2, *_grouped(first_block, first, end, r - linear1, n2))
 
 
+def pair_task(
+    task: Task, first_block: Sequence[int], totals: Sequence[int], n1: int, n2: int
+) -> tuple[Task, bool, bool]:
+    """In a cluster, in wave order: the task that comes where `task_at` has `task`, and whether the
+    one before and the next have the same weights: the twin of `tlmm_pair_task`.
+
+    Args:
+        task: from `task_at`.
+        first_block: from `first_blocks`, of 128 rows a block.
+        totals: rows of each expert.
+        n1, n2: as `task_at`.
+    """
+    expert = expert_of(first_block, task.block)
+    group, n = group_of(first_block, task.block), n1 if task.phase == 1 else n2
+    end = first_block[expert + 1]
+    low = group.stop == end and totals[expert] - (end - 1 - first_block[expert]) * 128 <= 64
+    full = len(group) - low
+    pair, q = divmod(task.tile * len(group) + task.block - group.start, 2 * len(group))
+    tiles = min(2, n - 2 * pair)
+    if q >= full * tiles:
+        return Task(task.phase, group.stop - 1, 2 * pair + q - full * tiles), False, False
+    tile, block = divmod(q, full)
+    found = Task(task.phase, group.start + block, 2 * pair + tile)
+    return found, block > 0, block + 1 < full
+
+
 def walk(
     first_block: Sequence[int], lag_order: bool, step: int, n1: int, n2: int
 ) -> Iterator[Task]:
@@ -225,6 +279,11 @@ def walk(
     while (task := task_at(index, first_block, lag_order, step, n1, n2)) is not None:
         yield task
         index += 1
+
+
+def block_of(code: Any) -> Any:
+    """The pool block of a task's traced code."""
+    return (code >> 8) & 4194303
 
 
 def task_expression(plan: Any, p: Any, shared: Any, index: Any) -> Any:
@@ -243,6 +302,32 @@ def task_expression(plan: Any, p: Any, shared: Any, index: Any) -> Any:
         plan.ring_blocks,
         plan.walk_tiles1,
         plan.walk_tiles2,
+    )
+
+
+def walks_pairs(plan: Any, p: Any, shared: Any) -> Any:
+    """Whether a launch of clusters walks in wave order, traced: else no tile is shared."""
+    wave = p.lag_order == 0
+    if plan.ring_wraps:
+        wave = wave & (shared.first_block[plan.problem.num_local_experts] <= plan.ring_blocks)
+    return wave
+
+
+def pair_expression(plan: Any, shared: Any, code: Any, near: Any) -> Any:
+    """The task in a cluster where `task_expression` has `code`; `near` gets which neighbours have
+    the same weights (`tlmm_pair_task`)."""
+    import tilelang.language as T
+
+    return T.call_extern(
+        "int32",
+        "tlmm_pair_task",
+        code,
+        T.address_of(shared.first_block[0]),
+        T.address_of(shared.total[0]),
+        plan.problem.num_local_experts,
+        plan.walk_tiles1,
+        plan.walk_tiles2,
+        T.address_of(near),
     )
 
 
