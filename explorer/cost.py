@@ -12,12 +12,13 @@ is multiplied as one of 64 (`Schedule.tile_rows`).
 HBM and L2 are the times in which those move the launch's bytes. All three overlap, and not wholly:
 | | is their norm of exponent `overlap`. The clock falls with the tensor cores' share of the time.
 
-What it does not see ties: load_warps (measured within 3 % of each other, of either sign) and the
-registers (9 % in one kernel of deepseek-v4-flash, nothing in the next). Nor does it see what two
-kernels of the same tile differ in by their machine code alone, and that a launch that outgrows its
-ring walks by another lag (layout.py). That few routes of one rank are counted without a barrier,
-and with swapped operands pulled by nobody, some 5 us of the start each, it does not see either. It
-takes lags of 16 and 32 blocks at 4096 tokens and more for 2 to 6 % faster than they were measured.
+What it does not see ties: cluster_size (0.97 to 1.02 of the time), load_warps (measured within 3 %
+of each other, of either sign) and the registers (9 % in one kernel of deepseek-v4-flash, nothing in
+the next). Nor does it see what two kernels of the same tile differ in by their machine code alone,
+and that a launch that outgrows its ring walks by another lag (layout.py). That few routes of one
+rank are counted without a barrier, and with swapped operands pulled by nobody, some 5 us of the
+start each, it does not see either. It takes lags of 16 and 32 blocks at 4096 tokens and more for 2
+to 6 % faster than they were measured.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ def point_schedule(
             point.update(values[choice[_key(one)]])
     if point["order"] == "lag" or point["experts_per_wave"] == "all":
         point["experts_per_wave"] = local
-    point["num_sms"] //= gpu_ranks
-    schedule = Schedule(**point)
+    schedule = Schedule(**point).on_sms(point["num_sms"] // gpu_ranks)
     return None if schedule.violations(problem, recipe) else schedule
 
 

@@ -321,7 +321,7 @@ def enumerate_candidates(
     for point in _points(space, problem):
         if point["order"] == "lag" or point["experts_per_wave"] == "all":
             point = {**point, "experts_per_wave": local}
-        schedule = Schedule(**{**point, "num_sms": point["num_sms"] // gpu_ranks})
+        schedule = Schedule(**point).on_sms(point["num_sms"] // gpu_ranks)
         if schedule in seen:
             continue
         seen.add(schedule)

@@ -72,7 +72,8 @@ class Trace:
 
 
 def roles_of(schedule: Schedule) -> tuple[str, ...]:
-    """What each lane of a block is; `idle` where the schedule has no use for a warp."""
+    """What each lane of a block is; `idle` where the schedule has no use for a warp, and for the
+    scheduler of a cluster, which stamps no tiles."""
     loads = ("load A", "load B") if schedule.load_warps == 2 else ("load",)
     warps = [*(f"dispatch {w}" for w in range(schedule.dispatch_warps)), *loads]
     warps += ["idle"] * (stamps.NUM_LANES - 2 - len(warps))

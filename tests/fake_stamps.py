@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tl_megamoe.device import trace as stamps
-from tl_megamoe.device.walk import Task, first_blocks, walk, walk_order
+from tl_megamoe.device.walk import Task, first_blocks, pair_task, walk, walk_order
 from tl_megamoe.problem import Problem
 from tl_megamoe.schedule import Schedule
 
@@ -46,7 +46,10 @@ def tasks_of(problem: Problem, schedule: Schedule, received: Sequence[int]) -> l
         starts[-1], len(starts) - 1, 2**31 - 1, schedule.order == "lag", step
     )
     tiles = schedule.linear1_tiles(problem), schedule.linear2_tiles(problem)
-    return list(walk(starts, lag_order, step, *tiles))
+    tasks = list(walk(starts, lag_order, step, *tiles))
+    if schedule.cluster_size == 2 and not lag_order:
+        return [pair_task(task, starts, received, *tiles)[0] for task in tasks]
+    return tasks
 
 
 def lanes_of(schedule: Schedule, mine: Sequence[Task]) -> list[list[Stamp]]:

@@ -82,6 +82,7 @@ def is_legal(s: Schedule, problem: Problem, recipe: Recipe, phase: str) -> bool:
     return (
         tile
         and (not pairs or (s.block_m == 128 and wide and s.math_mode == "cooperative"))
+        and (not pairs or problem.hidden >= 512)
         and (not pairs or (s.dispatch_warps == 1 and s.load_warps == 2 and s.num_sms % 2 == 0))
         and kibs <= 227
         and s.dispatch_warps + s.load_warps <= 4

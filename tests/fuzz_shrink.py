@@ -62,6 +62,8 @@ SIMPLE_SCHEDULE: dict[str, Any] = {
     "load_registers": 40,
     "math_registers": 232,
     "rows_in_flight": 1,
+    "evict_first": 0,
+    "cluster_size": 1,
     "num_sms": 1,
 }
 

@@ -222,6 +222,16 @@ def test_rules(change: dict[str, object], message: str) -> None:
     assert any(message in sentence for sentence in found), found
 
 
+def test_clusters_need_two_linear2_tiles() -> None:
+    narrow = Problem(
+        name="narrow", hidden=256, intermediate=256, num_experts=8, num_topk=2, num_ranks=1
+    )
+    schedule = Schedule(cluster_size=2, dispatch_warps=1, stages=2, experts_per_wave=8)
+    (found,) = schedule.violations(narrow)
+    assert "cluster_size=2 needs two linear2 tiles" in found
+    assert not schedule.violations(dataclasses.replace(narrow, hidden=512))
+
+
 def test_every_recipe_runs_and_counts_its_scales() -> None:
     for recipe in ALL_RECIPES:
         assert Schedule().violations(FLASH, recipe) == []

@@ -15,7 +15,7 @@ tiles are warpgroup 0's, the odd ones warpgroup 1's, and while one writes its ti
 multiplies. The load role does not tell these modes apart. With swapped operands they share every
 tile too, and the linears are modules of their own (phases/linear1_swapped.py, linear2_swapped.py).
 The warp that loads weights finds out which tile comes next and tells the others
-(device/lookahead.py, device/tasks.py).
+(device/lookahead.py, device/tasks.py); in a cluster a warp of its own (device/cluster.py).
 """
 
 from typing import Any

@@ -453,6 +453,13 @@ class Schedule:
                 "columns_divide_hidden",
                 f"linear2_block_n={self.linear2_block_n} does not divide hidden={problem.hidden}",
             )
+        if self.cluster_size == 2 and problem.hidden < 512:
+            out.add(
+                "cluster_hidden",
+                f"cluster_size={self.cluster_size} needs two linear2 tiles of a pool block, "
+                f"hidden=512 or more, found hidden={problem.hidden}: with one, two blocks may wait "
+                "for each other (device/cluster.py)",
+            )
         for phase, tiles in (
             ("linear1", self.linear1_tiles(problem)),
             ("linear2", self.linear2_tiles(problem)),

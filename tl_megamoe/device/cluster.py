@@ -20,10 +20,9 @@ Nobody leaves before both blocks are done (`sync`): until then the other one may
 
 A stage of a shared tile is filled when both blocks have freed it, so a block may be held up by its
 neighbour, which waits for other blocks' tiles. Those come before its own in the walk, and only the
-tile just before may be this very block's. Then the two have different phases, the wave is a single
-pool block, and the pair behind shares weights only if that block has one linear2 tile: with 256
-columns linear1 has two K blocks, no more than stages, and the warp that loads rows reports a tile
-without waiting for a stage of the next. tests/test_clusters.py runs such launches.
+tile just before may be this very block's. Then the two have different phases and the wave is a
+single pool block, so that the pair behind shares weights only if that block has one linear2 tile,
+which `Schedule.violations` rules out: with it the host model found a circle.
 """
 
 from __future__ import annotations

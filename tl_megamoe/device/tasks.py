@@ -1,4 +1,5 @@
-"""The tiles of a block, from the warp that loads their weights to the math warpgroups.
+"""The tiles of a block, from the warp that loads their weights, or in a cluster the scheduler, to
+the others.
 
 A position in the walk costs 3000 clocks to turn into a tile, expert and rows (divisions, two or
 three searches in shared memory). The weights warp has that time, since it runs ahead; the

@@ -122,7 +122,8 @@ TLMM_DEV int tlmm_source_rank(const int* counts, int own, int ranks, int experts
 def warm_l2(plan: Plan, p: Params, grid_block):
     """Ask for the weights this block most likely starts with, while tokens are routed. One warp.
 
-    The guess is exact when every expert receives the same number of rows, in one group of blocks;
+    The guess is exact when every expert receives the same number of rows, in one group of blocks
+    (in a cluster only if its last has more than 64);
     a wrong one costs bandwidth only.
     """
     problem, s = plan.problem, plan.schedule
