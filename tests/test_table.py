@@ -146,13 +146,14 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     good = path.read_text()
     first = good.splitlines()[1]
     cases = {
-        good.replace("\n4,", "\n5,"): "line 2: schema '5', the header is that of schema 4",
+        good.replace("\n5,", "\n6,"): "line 2: schema '6', the header is that of schema 5",
         good.replace("median_us", "mean_us", 1): "mean_us, median_us. Move the file away",
-        f"a,b\n{first}\n": "its header is neither that of schema 4 nor of an older one",
-        "schema,new\n5,1\n": "rows have schema 5, this version .* knows 4: update tl_megamoe",
+        f"a,b\n{first}\n": "its header is neither that of schema 5 nor of an older one",
+        "schema,new\n6,1\n": "rows have schema 6, this version .* knows 5: update tl_megamoe",
         as_schema(good, 1).replace("\n1,", "\n2,"): "line 2: schema '2', .* that of schema 1",
         as_schema(good, 2).replace("\n2,", "\n3,"): "line 2: schema '3', .* that of schema 2",
         as_schema(good, 3).replace("\n3,", "\n4,"): "line 2: schema '4', .* that of schema 3",
+        as_schema(good, 4).replace("\n4,", "\n5,"): "line 2: schema '5', .* that of schema 4",
     }
     for text, message in cases.items():
         path.write_text(text)
