@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from host_cluster import Cluster, Weights, load_weights, schedule
+from host_cluster import Cluster, Weights, load_weights, schedule, weights_of
 from host_combine import combine, reset
 from host_scheduler import Agent, NamedBarrier, Wait, check
 from host_tasks import Lookahead, Report, Row, Tasks, Turns
@@ -308,9 +308,7 @@ class Block:
                         rank.reads[task.phase, block] += 1
                         rank.rows_read[task.phase, block] += num_rows
                     if ahead.loads_weights:
-                        yield from load_weights(
-                            self, ahead, (*self.weights_of(task), part, k), step
-                        )
+                        yield from load_weights(self, ahead, weights_of(self, task, part, k), step)
                     if part == 0:
                         yield from ahead.beside(k, groups)
                     step += 1
@@ -325,10 +323,6 @@ class Block:
     def is_full(self, step: int) -> bool:
         weights = self.halves[step % len(self.halves)] if self.weights_begun > step else []
         return len(self.rows_loaded) > step and len(weights) == 2
-
-    def weights_of(self, task: Task) -> tuple[int, int, int]:
-        """What a tile's weights are: phase, expert, tile."""
-        return task.phase, expert_of(self.first_block, task.block), task.tile
 
     @property
     def gathers(self) -> bool:
@@ -422,7 +416,7 @@ class Block:
             for k in range(groups):
                 yield "a full stage", lambda step=turns.step: self.is_full(step)  # type: ignore[misc]
                 loaded, found = self.rows_loaded[turns.step]
-                wanted = (*self.weights_of(task), part, k)
+                wanted = weights_of(self, task, part, k)
                 halves = self.halves[turns.step % len(self.halves)]
                 check(loaded == task and halves == [wanted] * 2, "operands of another tile")
                 check((part, k) == (0, 0) or rows == found, "K blocks of different rows")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from host_scheduler import Agent, check
 
-from tl_megamoe.device.walk import pair_task, task_at
+from tl_megamoe.device.walk import Task, expert_of, pair_task, task_at
 
 if TYPE_CHECKING:
     from host_block import Block
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 Weights = tuple[int, int, int, int, int]
 """Phase, expert, tile, and of a tile's K blocks which."""
 CLAIM_SLOTS = 4
+
+
+def weights_of(block: Block, task: Task, part: int, k: int) -> Weights:
+    """What a tile multiplies in K block `k` of one of its loops."""
+    return task.phase, expert_of(block.first_block, task.block), task.tile, part, k
 
 
 class Cluster:
