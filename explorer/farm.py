@@ -56,6 +56,7 @@ KERNEL_SOURCES = (
     "scaling.py",
     "schedule.py",
     "shared_memory.py",
+    "validity.py",
 )
 """Files of the package that decide what the fused kernel and its phases alone are; the kernel that
 quantises a model's activations (phases/quantize.py) is neither."""

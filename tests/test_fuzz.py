@@ -33,7 +33,7 @@ from fuzz_layer import (
 )
 from fuzz_shrink import shrink, simpler, smaller
 
-from tl_megamoe import layout, reference, scaling
+from tl_megamoe import layout, reference, scaling, validity
 from tl_megamoe.device.walk import Task
 from tl_megamoe.explorer.child import ChildDied, ChildError, ChildTimeout
 from tl_megamoe.frozen import MATH_MODES
@@ -220,7 +220,7 @@ real_walk = fuzz_checks.walk
         ("reference", reference, "e4m3_scale", lambda amax, recipe: amax / 440),
         ("scaling", scaling, "to_e4m3", lambda x: (x * 0.93).to(scaling.E4M3)),
         ("scaling", scaling, "MIN_AMAX", 1e-3),
-        ("schedule", Schedule, "_problem_violations", lambda self, problem: Violations()),
+        ("schedule", validity, "problem_violations", lambda s, problem: Violations()),
         ("schedule", Schedule, "kernel_key", lambda self: self),
         ("layout", layout, "ALIGNMENT", 512),
         ("layout", layout, "GUARD_BYTES", 512),

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tl_megamoe import PRESETS, Problem, Recipe, Schedule, ScheduleError
 from tl_megamoe.recipe import ALL_RECIPES
-from tl_megamoe.schedule import LAUNCH_REGISTERS, default_schedule
+from tl_megamoe.schedule import default_schedule
 from tl_megamoe.shared_memory import SMEM_LIMIT_BYTES
+from tl_megamoe.validity import LAUNCH_REGISTERS
 
 FLASH = PRESETS["deepseek-v4-flash"].one_rank()
 FIELDS = {f.name for f in dataclasses.fields(Schedule)}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from . import shared_memory
-from .problem import SCALE_BLOCK, Problem, divisors_of
+from . import shared_memory, validity
+from .problem import SCALE_BLOCK, Problem
 from .recipe import Recipe
 from .rules import Violations
-from .shared_memory import SMEM_LIMIT_BYTES
 
 BLOCK_K = SCALE_BLOCK
 """Columns of one K block: one activation scale, one 128-byte FP8 row of a swizzled tile."""
@@ -19,14 +18,6 @@ ROW_STEP = 16
 store, 16 bytes of row scales."""
 COOPERATIVE_THRESHOLD = 256
 """Tokens from which the built-in default shares a tile between the two math warpgroups."""
-LAUNCH_REGISTERS = 168
-"""Registers a thread at launch: what 384 threads get of an SM's 65,536, rounded down to 8.
-setmaxnreg only moves them between warpgroups: an increase past the block's own waits for ever."""
-MAX_TILES = 256
-"""Tiles of a pool block and phase: 8 bits of a task (device/walk.py)."""
-SWAPPED_ROWS = 64
-"""Most rows of a tile of swapped operands: the row scales of more, read from shared memory, which
-is as busy as the tensor cores, cost more than the padding that they save (results/notes.md)."""
 NAME_PREFIXES = {"pingpong": "pp-", "swapped": "sw-"}
 """What a schedule's name begins with, by math mode; nothing for cooperative."""
 COUNTER_BITS = 24
@@ -276,215 +267,7 @@ class Schedule:
         Returns:
             One sentence a rule, each beginning with the field and its value; empty if valid.
         """
-        out = self._field_violations()
-        if out:
-            return out
-        out += self._tile_violations(phase)
-        out += self._cluster_violations()
-        out += self._problem_violations(problem)
-        registers = self.role_threads * self.load_registers + 32 * MATH_WARPS * self.math_registers
-        launched = self.threads * LAUNCH_REGISTERS
-        if registers > launched:
-            out.add(
-                "register_pool",
-                f"load_registers={self.load_registers} and math_registers={self.math_registers} "
-                f"take {registers} registers a block, over the {launched} it is launched with",
-            )
-        if not self.row_chunk(problem, recipe):
-            fixed = sum(self.smem_buffers(problem, recipe).values())
-            out.add(
-                "shared_memory",
-                f"stages={self.stages} with block_m={self.block_m} and block_n={self.max_block_n} "
-                f"takes {fixed} bytes of shared memory and leaves no room for "
-                f"{self.row_slots} row chunks under {SMEM_LIMIT_BYTES}",
-            )
-        return out
-
-    def _field_violations(self) -> Violations:
-        choices: dict[str, tuple[Any, ...]] = {
-            "math_mode": ("cooperative", "pingpong", "swapped"),
-            "block_m": (32, 64, 128),
-            "linear1_block_n": (128, 256),
-            "linear2_block_n": (128, 256),
-            "order": ("wave", "lag"),
-            "load_warps": (1, 2),
-            "evict_first": (0, 1),
-            "cluster_size": (1, 2),
-        }
-        at_least = {
-            "stages": 2,
-            "experts_per_wave": 1,
-            "lag": 0,
-            "dispatch_warps": 1,
-            "rows_in_flight": 1,
-            "num_sms": 1,
-            "prefetch": 0,
-        }
-        out = Violations()
-        for field, allowed in choices.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                out.add("values", f"{field}={value!r} must be one of {allowed}")
-        for field, least in at_least.items():
-            value = getattr(self, field)
-            if not isinstance(value, int) or not least <= value < 1 << 24:
-                out.add("values", f"{field}={value!r} must be an integer in {least}..2**24-1")
-        for field in ("load_registers", "math_registers"):
-            value = getattr(self, field)
-            low, high = (24, LAUNCH_REGISTERS) if field[0] == "l" else (LAUNCH_REGISTERS, 256)
-            if not isinstance(value, int) or value % 8 or not low <= value <= high:
-                out.add(
-                    "register_split",
-                    f"{field}={value!r} must be a multiple of 8 in {low}..{high}: load warps give "
-                    "registers up, math warps take them (setmaxnreg, "
-                    f"{LAUNCH_REGISTERS} at launch)",
-                )
-        if out:
-            return out
-        if self.dispatch_warps + self.load_warps > 4:
-            out.add(
-                "role_warps",
-                f"dispatch_warps={self.dispatch_warps} + load_warps={self.load_warps} exceeds the "
-                "4 warps of their warpgroup",
-            )
-        if self.rows_in_flight > 32:
-            out.add(
-                "row_lanes", f"rows_in_flight={self.rows_in_flight} exceeds the 32 lanes of a warp"
-            )
-        if (self.order == "lag") != (self.lag > 0):
-            out.add(
-                "order_lag",
-                f"lag={self.lag} with order={self.order!r}: lag is 0 with order 'wave' and at "
-                "least 1 with order 'lag'",
-            )
-        return out
-
-    def _tile_violations(self, phase: str) -> Violations:
-        out = Violations()
-        if self.block_m == 32 and phase != "dispatch":
-            out.add(
-                "wgmma_rows",
-                f"block_m={self.block_m} is below the 64 rows of a WGMMA tile: only the "
-                f"stand-alone phase 'dispatch' runs it, not {phase!r}",
-            )
-        if self.swapped and self.block_m > SWAPPED_ROWS:
-            out.add(
-                "swapped_rows",
-                f"math_mode={self.math_mode!r} keeps the scales of all rows of a tile in registers "
-                f"and needs block_m={SWAPPED_ROWS}, found block_m={self.block_m}",
-            )
-        if self.pingpong and self.block_m == 128:
-            out.add(
-                "pingpong_rows",
-                f"math_mode={self.math_mode!r} gives each warpgroup a tile of 64 rows and needs "
-                f"block_m=64, found block_m={self.block_m}",
-            )
-        for linear in ("linear1", "linear2"):
-            if getattr(self, f"{linear}_block_n") == 128:
-                if self.pingpong:
-                    out.add(
-                        "pingpong_columns",
-                        f"{linear}_block_n=128 splits rows between the warpgroups; with math_mode="
-                        f"'pingpong' each computes 64 x 256: use {linear}_block_n=256",
-                    )
-                elif self.swapped:
-                    out.add(
-                        "swapped_columns",
-                        f"{linear}_block_n=128 leaves a warpgroup without weights; with math_mode="
-                        f"'swapped' each takes 128 rows of them: use {linear}_block_n=256",
-                    )
-                elif self.block_m == 64:
-                    out.add(
-                        "row_split",
-                        f"{linear}_block_n=128 splits rows between two warpgroups of 64 rows each "
-                        "and needs block_m=128, found block_m=64",
-                    )
-        return out
-
-    def _cluster_violations(self) -> Violations:
-        out = Violations()
-        if self.cluster_size == 1:
-            return out
-        if self.math_mode != "cooperative" or self.block_m != 128:
-            out.add(
-                "cluster_tiles",
-                f"cluster_size={self.cluster_size} shares the weights of cooperative tiles of 128 "
-                f"rows, found math_mode={self.math_mode!r} and block_m={self.block_m}",
-            )
-        if (self.linear1_block_n, self.linear2_block_n) != (256, 256):
-            out.add(
-                "cluster_columns",
-                f"cluster_size={self.cluster_size} has each block load 128 of 256 weight rows, "
-                f"found linear1_block_n={self.linear1_block_n} and linear2_block_n="
-                f"{self.linear2_block_n}",
-            )
-        if (self.dispatch_warps, self.load_warps) != (1, 2):
-            out.add(
-                "cluster_warps",
-                f"cluster_size={self.cluster_size} needs dispatch_warps=1 and load_warps=2, since "
-                f"the fourth warp schedules, found {self.dispatch_warps} and {self.load_warps}",
-            )
-        if self.num_sms % self.cluster_size:
-            out.add(
-                "cluster_grid",
-                f"num_sms={self.num_sms} is not a multiple of cluster_size={self.cluster_size}",
-            )
-        return out
-
-    def _problem_violations(self, problem: Problem) -> Violations:
-        out = Violations()
-        local = problem.num_local_experts
-        if local % self.experts_per_wave:
-            divisors = ", ".join(map(str, divisors_of(local)))
-            out.add(
-                "wave_divides_experts",
-                f"experts_per_wave={self.experts_per_wave} does not divide num_local_experts="
-                f"{local} ({problem.num_experts} experts / {problem.num_ranks} ranks). Divisors: "
-                f"{divisors}. List valid schedules with: tl-megamoe list {problem.flags()}",
-            )
-        if self.order == "lag" and self.experts_per_wave != local:
-            out.add(
-                "lag_one_wave",
-                f"experts_per_wave={self.experts_per_wave} with order='lag' must be "
-                f"num_local_experts={local}: the lag order has one wave",
-            )
-        if problem.hidden % self.linear2_block_n:
-            out.add(
-                "columns_divide_hidden",
-                f"linear2_block_n={self.linear2_block_n} does not divide hidden={problem.hidden}",
-            )
-        if self.cluster_size == 2 and problem.hidden < 512:
-            out.add(
-                "cluster_hidden",
-                f"cluster_size={self.cluster_size} needs two linear2 tiles of a pool block, "
-                f"hidden=512 or more, found hidden={problem.hidden}: with one, two blocks may wait "
-                "for each other (device/cluster.py)",
-            )
-        for phase, tiles in (
-            ("linear1", self.linear1_tiles(problem)),
-            ("linear2", self.linear2_tiles(problem)),
-        ):
-            if tiles > MAX_TILES:
-                out.add(
-                    "walk_tiles",
-                    f"{phase}_block_n={getattr(self, f'{phase}_block_n')} makes {tiles} tiles of a "
-                    f"pool block; the walk names at most {MAX_TILES}",
-                )
-        k_blocks = min(problem.hidden, problem.intermediate) // BLOCK_K
-        if self.stages > max(k_blocks, 2):
-            out.add(
-                "stages_k_blocks",
-                f"stages={self.stages} exceeds the {k_blocks} K blocks of the shorter phase "
-                f"(hidden={problem.hidden}, intermediate={problem.intermediate}); 2 is always "
-                "valid",
-            )
-        if self.prefetch > problem.hidden // BLOCK_K:
-            out.add(
-                "prefetch_k_blocks",
-                f"prefetch={self.prefetch} exceeds the {problem.hidden // BLOCK_K} K blocks of "
-                f"linear1 (hidden={problem.hidden})",
-            )
-        return out
+        return validity.violations(self, problem, recipe, phase)
 
     def check(self, problem: Problem, recipe: Recipe | None = None, phase: str = "fused") -> None:
         """Raise ScheduleError with every violation; do nothing for a valid schedule."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import tilelang.language as T
 
-from ..schedule import ROW_STEP, SWAPPED_ROWS
+from ..schedule import ROW_STEP
+from ..validity import SWAPPED_ROWS
 from .matmul import in_out, operand_names
 from .plan import Plan
 from .report import fence_shared
