@@ -277,7 +277,7 @@ def test_exit_codes(
         return [good(case), checker.blank_row(config, case, bad or "ok", "because")]
 
     monkeypatch.setattr(check, "find_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr(check, "_build", lambda specs, jobs: len(specs) == 5)
+    monkeypatch.setattr(check, "_build", lambda specs, jobs: len(specs) == 6)
     monkeypatch.setattr(check, "run_in_children", rows)
     flags = ["--problem", "mimo-v2.5", "--phase", "fused", "--timeout", "9", "--ranks", "4"]
     assert cli.main(["check", *flags]) == code
@@ -285,7 +285,8 @@ def test_exit_codes(
     assert out.startswith("check ")
     assert "fused " in err
     assert seen["timeout_s"] == 9.0
-    assert {c.schedule.num_sms for c in seen["cases"]["fused"]} == {33}
+    sms = {(c.schedule.cluster_size, c.schedule.num_sms) for c in seen["cases"]["fused"]}
+    assert sms == {(1, 33), (2, 32)}  # of 132, a quarter each; clusters are whole
 
 
 @pytest.mark.parametrize(("rank", "bad", "code"), [(0, "ok", 0), (0, "fail", 1), (1, "ok", 0)])

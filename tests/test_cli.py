@@ -49,8 +49,8 @@ def results(tmp_path: Path) -> Path:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *FLASH]) == 0
     text = capsys.readouterr().out
-    assert "48 candidates in 29 kernels" in text
-    assert "5 of 53 points break a rule" in text
+    assert "50 candidates in 30 kernels" in text
+    assert "9 of 59 points break a rule" in text
     assert "  pp-m64-n256.256-" in text
     assert "  default" in text
     assert "  classic" in text

@@ -44,7 +44,7 @@ CODE = (
         "schedule.py",
         "timeouts.py",
     ),
-    *("shared_memory.py", "swizzle.py", "weights.py"),
+    *("shared_memory.py", "swizzle.py", "validity.py", "weights.py"),
 )
 """Files of the package on which kernels and the code that launches them must agree."""
 
