@@ -21,8 +21,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINT := $(if $(LOCK),--constraint '$(LOCK)')
 # One stamp for each torch requirement and lock: a file name may hold neither > nor =.
 TORCH_STAMP := $(VENV)/.torch-$(shell printf '%s' '$(TORCH) $(LOCK)' | cksum | cut -d ' ' -f 1)
-# torch for CUDA pins an older runtime than the newest nvcc asks for where torch is for the CPU.
-CUDA_RUNTIME := nvidia-cuda-runtime>=13.0.96,<=13.5.37
 
 .PHONY: demo test lint types docs unit audit lock clean
 
@@ -62,9 +60,7 @@ lock: | $(BIN)/python
 	printf '%s\n' '$(LOCKED_TORCH)' > build/lock/torch.txt
 	build/lock/bin/uv pip compile --quiet --universal --python-version 3.10 --no-annotate \
 	    --custom-compile-command 'make lock' --extra dev --extra gpu \
-	    --constraint build/lock/torch.txt --no-emit-package nvidia-cuda-runtime \
-	    --output-file requirements.lock pyproject.toml
-	printf '%s\n' '$(CUDA_RUNTIME)' >> requirements.lock
+	    --constraint build/lock/torch.txt --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV) build tl_megamoe.egg-info

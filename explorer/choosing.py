@@ -27,6 +27,7 @@ VERSIONS = (
     "device",
     "card",
     "tilelang",
+    "nvcc",
     "torch",
     "driver",
     "capacity",

@@ -30,6 +30,7 @@ IDENTITY = {
     "kernel": "kernels",
     "commit": "commits",
     "tilelang": "tilelang",
+    "nvcc": "nvcc",
     "torch": "torch",
     "driver": "drivers",
 }

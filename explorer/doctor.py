@@ -12,11 +12,18 @@ from itertools import groupby
 from pathlib import Path
 
 from tl_megamoe.frozen import device_key, frozen_paths, schedules_root
+from tl_megamoe.kernel import nvcc_of
 from tl_megamoe.layout import MAX_RANKS
 
 from .farm import ReportCache, package_version
 
-PROBE = "__global__ void probe(int* p) { *p = 1; }\n"
+PROBE = "#include <cuda/atomic>\n__global__ void probe(int* p) { *p = 1; }\n"
+"""With a header of cccl, as kernels have: it refuses a compiler and headers of two releases."""
+
+COMPILER = tuple(
+    f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime")
+)
+"""The parts of a compiler that fit torch for CUDA and each other."""
 
 
 def find_gpu() -> str | None:
@@ -31,25 +38,31 @@ def find_gpu() -> str | None:
 def check_nvcc() -> tuple[bool, str]:
     """Whether a kernel can be compiled for sm_90a here, and by what or why not."""
     try:
-        from tilelang.contrib.nvcc import get_nvcc_compiler
+        from tilelang.contrib.nvcc import default_compile_options, get_nvcc_compiler
 
-        nvcc = str(get_nvcc_compiler())
+        nvcc, options = str(get_nvcc_compiler()), default_compile_options()
     except Exception as error:  # tilelang missing, or finding no CUDA raises its own kinds
         return False, f"nvcc not found: {error}. Install it with: pip install 'tilelang[nvcc]'"
     with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
         source = Path(folder) / "probe.cu"
         source.write_text(PROBE, encoding="utf-8")
-        target = ["-gencode", "arch=compute_90a,code=sm_90a"]
-        command = [nvcc, "-cubin", *target, "-o", str(source.with_suffix(".cubin")), str(source)]
+        cubin = source.with_suffix(".cubin")
+        target = ["-cubin", "-gencode", "arch=compute_90a,code=sm_90a"]
+        command = [nvcc, *target, *options, "-o", str(cubin), str(source)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=120.0
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return False, f"{nvcc} does not run: {error}"
-    if done.returncode:
-        return False, f"{nvcc} cannot compile for sm_90a: {(done.stdout + done.stderr)[-500:]}"
-    return True, f"{nvcc} compiles for sm_90a"
+        if done.returncode:
+            said = (done.stdout + done.stderr)[-500:]
+            return False, (
+                f"{nvcc} cannot compile for sm_90a: {said}. nvcc and its headers must be of one "
+                f"CUDA release: pip install {' '.join(map(repr, COMPILER))}"
+            )
+        version = nvcc_of(cubin.read_bytes())
+    return True, f"{nvcc} {version} compiles for sm_90a"
 
 
 def diagnose(root: Path | None = None) -> tuple[bool, list[tuple[str, str]]]:

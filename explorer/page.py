@@ -232,7 +232,7 @@ def _what_was_run(frame: pd.DataFrame) -> list[Block]:
                 str(len(own)),
                 ", ".join(str(t) for t in sorted({int(t) for t in own["num_tokens"]})),
                 *(_joined(own[n]) for n in ("card", "kernel", "commit")),
-                *(_joined(own[n]) for n in ("tilelang", "torch", "driver")),
+                *(_joined(own[n]) for n in ("tilelang", "nvcc", "torch", "driver")),
             )
         )
     held = [s for s in STATUSES if (frame["status"] == s).any()]
@@ -255,6 +255,7 @@ def _what_was_run(frame: pd.DataFrame) -> list[Block]:
                 "kernel",
                 "commit",
                 "tilelang",
+                "nvcc",
                 "torch",
                 "driver",
             ),

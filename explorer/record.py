@@ -42,6 +42,8 @@ STATE = {
 """Column of a reading at the start of a trial -> the column of the one at its end."""
 VERSIONS = ("card", "driver", "torch")
 """Columns that a GPU process tells."""
+FROM_REPORT = ("registers", "spill_bytes", "smem_bytes", "num_wgmma", "source_hash", "nvcc")
+"""Columns that the report of a kernel tells."""
 
 
 def new_run() -> str:
@@ -263,7 +265,7 @@ class Recorder:
             "predicted_us": self._prediction(cell.num_tokens, schedule),
         }
         if report is not None:
-            for name in ("registers", "spill_bytes", "smem_bytes", "num_wgmma", "source_hash"):
+            for name in FROM_REPORT:
                 row[name] = getattr(report, name)
         return row
 

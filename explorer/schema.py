@@ -20,7 +20,7 @@ import pandas as pd
 from tl_megamoe.frozen import RANK_MODES
 from tl_megamoe.schedule import Schedule
 
-SCHEMA = 5
+SCHEMA = 6
 STATUSES = (
     "ok",
     "invalid",
@@ -102,6 +102,7 @@ COLUMNS: dict[str, str] = {
     "device": "str",
     "card": "str",
     "tilelang": "str",
+    "nvcc": "str",
     "torch": "str",
     "driver": "str",
     "kernel": "str",
@@ -110,7 +111,8 @@ COLUMNS: dict[str, str] = {
 }
 """Column -> type. Times in microseconds; clocks, power and temperature at the start of a trial and,
 with `_end`, near its end; `kernel` is the digest of the kernel's sources, `source_hash` that of the
-candidate's generated text, `card` an anonymous id of the physical GPU."""
+candidate's generated text, `nvcc` the version that compiled it, `card` an anonymous id of the
+physical GPU."""
 
 RESUME_KEY = (
     "problem",
@@ -159,6 +161,7 @@ SUMMARY_COLUMNS = {
         "device",
         "card",
         "tilelang",
+        "nvcc",
         "torch",
         "driver",
         "kernel",
@@ -202,6 +205,7 @@ MIGRATIONS = {
     ),
     4: Migration({"evict_first": "0"}),
     5: Migration({"cluster_size": "1"}),
+    6: Migration({"nvcc": ""}),
 }
 """Schema -> what it changed."""
 

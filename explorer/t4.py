@@ -136,7 +136,9 @@ def metadata_of(frame: pd.DataFrame) -> dict[str, Any]:
     """
     rows = _measured(frame)
     libraries = [
-        f"{name}=={version}" for name in ("tilelang", "torch") for version in _values(rows, name)
+        f"{name}=={version}"
+        for name in ("tilelang", "nvcc", "torch")
+        for version in _values(rows, name)
     ]
     query = {name: _values(rows, name) for name in ("device", "card", "driver")}
     return {

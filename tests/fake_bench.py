@@ -65,7 +65,7 @@ class InlineFarm(Farm):
         for spec in {s.key(): s for s in specs}.values():
             self.built.append(spec.phase)
             spilled = 64 if spec.phase in self.spills else 0
-            report = KernelReport(168, spilled, 200_000, 8, (), f"hash of {spec.phase}")
+            report = KernelReport(168, spilled, 200_000, 8, (), f"hash of {spec.phase}", "13.0.88")
             out[spec.key()] = classify(spec, report)
         return out
 

@@ -38,7 +38,9 @@ class InlineFarm(Farm):
             name = spec.key().schedule.name
             self.built.append(spec.schedule.name)
             spills = 64 if spec.schedule.rows_in_flight == 5 else 0
-            report = KernelReport(168, spills, 200_000, 8, (), self.texts.get(name, name))
+            report = KernelReport(
+                168, spills, 200_000, 8, (), self.texts.get(name, name), "13.0.88"
+            )
             out[spec.key()] = classify(spec, report)
             if on_done is not None:
                 on_done(spec.key(), out[spec.key()])

@@ -55,6 +55,7 @@ def result_row(tokens: int, schedule: Schedule, us: float | None, **fields: Any)
         "device": DEVICE,
         "card": "5be1a2c3",
         "tilelang": "0.1.15",
+        "nvcc": "13.0.88",
         "torch": "2.11.0",
         "driver": "580.1",
         "kernel": "abc",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -433,6 +434,19 @@ def test_doctor_compiles_for_sm90() -> None:
 
     compiles, text = check_nvcc()
     assert compiles, text
+    assert re.search(r"nvcc \d+\.\d+\.\d+ compiles for sm_90a", text), text
+
+
+def test_doctor_says_what_to_install_where_headers_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tl_megamoe.explorer import doctor
+
+    monkeypatch.setattr(doctor, "PROBE", '#error "compiler and headers are incompatible"\n')
+    compiles, text = doctor.check_nvcc()
+    assert not compiles
+    assert "headers are incompatible" in text
+    assert "pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'" in text
 
 
 def test_a_closed_pipe_is_no_error() -> None:

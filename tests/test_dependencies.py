@@ -66,14 +66,26 @@ def locked(python: str) -> dict[str, Requirement]:
 def test_the_lock_has_one_version_of_each(python: str) -> None:
     lock = locked(python)
     for name, wanted in lock.items():
-        exact = re.fullmatch(r"==[^*,]+", str(wanted.specifier))
-        assert exact or name == "nvidia-cuda-runtime", str(wanted)
+        assert re.fullmatch(r"==[^*,]+", str(wanted.specifier)), (name, str(wanted))
     for text in PROJECT["project"]["dependencies"] + EXTRAS["dev"]:
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"python_version": python}):
             continue
         (specifier,) = lock[canonicalize_name(wanted.name)].specifier
         assert wanted.specifier.contains(specifier.version), f"make lock: {text} and {specifier}"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_compiler_and_headers_are_of_one_release(python: str) -> None:
+    """That of torch for CUDA, which pins the runtime: cccl refuses a compiler of another one."""
+    lock, parts = locked(python), ("crt", "nvcc", "runtime")
+    names = ["cuda-toolkit", "nvidia-nvvm", *(f"nvidia-cuda-{part}" for part in parts)]
+    versions = {name: str(lock[name].specifier).removeprefix("==") for name in names}
+    assert len({tuple(v.split(".")[:2]) for v in versions.values()}) == 1, versions
+    wanted = {
+        r.name: str(r.specifier) for r in map(Requirement, PROJECT["project"]["dependencies"])
+    }
+    assert len({wanted[name] for name in names[1:]}) == 1
 
 
 def test_ci_installs_the_lock() -> None:

@@ -12,7 +12,7 @@ from gpu_cases import MODES, RECIPE_SPLITS, SMALL, SMALL_CAPACITY, fit, schedule
 from machine_code import check_code, check_report
 
 from tl_megamoe.frozen import frozen_paths, read_frozen
-from tl_megamoe.kernel import KernelSpec, compile_kernel, inspect_kernel, parse_report
+from tl_megamoe.kernel import KernelSpec, compile_kernel, inspect_kernel, nvcc_of, parse_report
 from tl_megamoe.problem import PRESETS, Problem
 from tl_megamoe.program import device_cuda
 from tl_megamoe.recipe import Recipe
@@ -75,10 +75,18 @@ def test_fused_text_has_its_barriers() -> None:
     assert "__trap" not in text
 
 
+def test_a_binary_names_its_nvcc() -> None:
+    said = b"\x7fELF\0Cuda compilation tools, release 13.0, V13.0.88\0Build cuda_13.0.r13.0\0"
+    assert nvcc_of(said) == "13.0.88"
+    assert nvcc_of(b"\x7fELF") == ""
+
+
 def test_pingpong_text_hands_over_turns() -> None:
     schedule = variants(SMALL)["pingpong"]
     report_spec = KernelSpec(problem=SMALL, schedule=schedule, capacity=SMALL_CAPACITY)
-    check_report(inspect_kernel(report_spec), schedule, SMALL)
+    report = inspect_kernel(report_spec)
+    check_report(report, schedule, SMALL)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", report.nvcc)
     text = compile_kernel(report_spec).source()
     for barrier in (6, 8):  # products, epilogue: wait for one's own turn, give the other's
         assert re.search(rf"tlmm_bar\(\(wg\w* \+ {barrier}\), 256\)", text)

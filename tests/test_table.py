@@ -44,7 +44,7 @@ def test_columns_hold_the_contract_and_every_schedule_field() -> None:
         "temperature_end_c registers spill_bytes smem_bytes num_wgmma source_hash hidden "
         "intermediate num_local_experts num_topk touched_experts pairs capacity"
     ).split()
-    last = "device card tilelang torch driver kernel commit measured_at".split()
+    last = "device card tilelang nvcc torch driver kernel commit measured_at".split()
     assert list(COLUMNS) == [*contract, *Schedule().to_dict(), *last]
     assert COLUMNS["observation"] == "int"
     assert set(RESUME_KEY) - set(COLUMNS) == set()
@@ -68,8 +68,10 @@ SCHEMA_2 = (
 
 
 def test_headers_of_older_schemas_are_those_that_files_have() -> None:
-    assert schema_module.header_of(COLUMNS, 5) == list(COLUMNS)
-    fourth = [name for name in COLUMNS if name != "cluster_size"]
+    assert schema_module.header_of(COLUMNS, 6) == list(COLUMNS)
+    fifth = [name for name in COLUMNS if name != "nvcc"]
+    assert schema_module.header_of(COLUMNS, 5) == fifth
+    fourth = [name for name in fifth if name != "cluster_size"]
     assert schema_module.header_of(COLUMNS, 4) == fourth
     third = [name for name in fourth if name != "evict_first"]
     assert schema_module.header_of(COLUMNS, 3) == third
@@ -146,14 +148,20 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     good = path.read_text()
     first = good.splitlines()[1]
     cases = {
-        good.replace("\n5,", "\n6,"): "line 2: schema '6', the header is that of schema 5",
+        good.replace(f"\n{SCHEMA},", f"\n{SCHEMA + 1},"): (
+            f"line 2: schema '{SCHEMA + 1}', the header is that of schema {SCHEMA}"
+        ),
         good.replace("median_us", "mean_us", 1): "mean_us, median_us. Move the file away",
-        f"a,b\n{first}\n": "its header is neither that of schema 5 nor of an older one",
-        "schema,new\n6,1\n": "rows have schema 6, this version .* knows 5: update tl_megamoe",
-        as_schema(good, 1).replace("\n1,", "\n2,"): "line 2: schema '2', .* that of schema 1",
-        as_schema(good, 2).replace("\n2,", "\n3,"): "line 2: schema '3', .* that of schema 2",
-        as_schema(good, 3).replace("\n3,", "\n4,"): "line 2: schema '4', .* that of schema 3",
-        as_schema(good, 4).replace("\n4,", "\n5,"): "line 2: schema '5', .* that of schema 4",
+        f"a,b\n{first}\n": f"its header is neither that of schema {SCHEMA} nor of an older one",
+        f"schema,new\n{SCHEMA + 1},1\n": (
+            f"rows have schema {SCHEMA + 1}, this version .* knows {SCHEMA}: update tl_megamoe"
+        ),
+        **{
+            as_schema(good, old).replace(f"\n{old},", f"\n{old + 1},"): (
+                f"line 2: schema '{old + 1}', .* that of schema {old}"
+            )
+            for old in range(1, SCHEMA)
+        },
     }
     for text, message in cases.items():
         path.write_text(text)

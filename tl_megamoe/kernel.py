@@ -111,6 +111,7 @@ class KernelReport:
         num_wgmma: products in the program text, of up to four WGMMA instructions each.
         warnings: ptxas codes found, for example C7510.
         source_hash: sha256 of the generated CUDA text, 16 digits.
+        nvcc: version of the nvcc that made it, for example `13.0.88`; empty if that is not said.
     """
 
     registers: int
@@ -119,6 +120,7 @@ class KernelReport:
     num_wgmma: int
     warnings: tuple[str, ...]
     source_hash: str
+    nvcc: str = ""
 
     @property
     def serialised(self) -> bool:
@@ -278,11 +280,22 @@ def inspect_kernel(spec: KernelSpec) -> KernelReport:
     """Compile a kernel once more with ptxas' report on, and read it. Takes as long as compiling."""
     kernel = compile_kernel(spec)
     with tempfile.TemporaryDirectory(prefix="tl_megamoe_") as folder:
-        output = compile_cubin(spec, Path(folder) / "kernel.cubin")
-    return parse_report(output, kernel.source(), str(kernel.kernel.get_host_source()))
+        cubin = Path(folder) / "kernel.cubin"
+        output = compile_cubin(spec, cubin)
+        # From the disk cache it may be another nvcc's than the one that is here now.
+        cached = getattr(kernel.kernel.adapter, "libpath", None)
+        nvcc = nvcc_of(Path(cached or cubin).read_bytes())
+    return parse_report(output, kernel.source(), str(kernel.kernel.get_host_source()), nvcc)
 
 
-def parse_report(output: str, source: str, host_source: str) -> KernelReport:
+def nvcc_of(binary: bytes) -> str:
+    """Version of the nvcc that made a cubin, or what is in a library, for example `13.0.88`; empty
+    if it does not say."""
+    found = re.search(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)", binary)
+    return found[1].decode() if found else ""
+
+
+def parse_report(output: str, source: str, host_source: str, nvcc: str = "") -> KernelReport:
     """Read ptxas' verbose output and the generated texts of a program's one kernel.
 
     The dynamic shared memory is the last constant of the launch, behind grid and block; the larger
@@ -302,4 +315,5 @@ def parse_report(output: str, source: str, host_source: str) -> KernelReport:
         num_wgmma=len(re.findall(r"tlmm_product(?:_columns)?<\d", source)),
         warnings=tuple(sorted(set(re.findall(r"\bC7\d{3}\b", output)))),
         source_hash=hashlib.sha256(source.encode()).hexdigest()[:16],
+        nvcc=nvcc,
     )

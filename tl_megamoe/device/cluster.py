@@ -42,30 +42,22 @@ TLMM_DEV void tlmm_cluster_sync() {
 TLMM_DEV int tlmm_cluster_rank() { int r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 TLMM_DEV unsigned tlmm_of_block(const void* s, int rank) {
   unsigned at; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(tlmm_smem(s)), "r"(rank)); return at; }
-TLMM_DEV void tlmm_wait_phase(const void* bar, int parity) {
-  asm volatile("{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;}"
-    :: "r"(tlmm_smem(bar)), "r"(parity) : "memory"); }
 TLMM_DEV void tlmm_arrive_other(const void* bar, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(tlmm_of_block(bar, rank ^ 1)) : "memory"); }
 // Of a stage that is free here: it is free in the other block too. One warp; flips the stage's bit of `phases`.
 TLMM_DEV void tlmm_meet(const void* bar, int stage, int rank, int* phases) {
   if (tlmm_lane() == 0) tlmm_arrive_other(bar, rank);
-  tlmm_wait_phase(bar, *phases >> stage & 1);
+  tlmm_wait_full(tlmm_smem(bar), *phases >> stage & 1);
   *phases ^= 1 << stage; }
 TLMM_DEV void tlmm_load_both(void* s, const void* from, unsigned n, void* bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
     :: "r"(tlmm_smem(s)), "l"(from), "r"(n), "r"(tlmm_smem(bar)), "h"((short)3) : "memory"); }
-// `tlmm_publish`, with a fourth word.
-TLMM_DEV void tlmm_publish_shares(void* entry, void* full, int code, int expert, int rows, int shares) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-    :: "r"(tlmm_smem(entry)), "r"(code), "r"(expert), "r"(rows), "r"(shares) : "memory");
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(tlmm_smem(full)) : "memory"); }
 TLMM_DEV int tlmm_shares(const void* entry) {
   int v; asm volatile("ld.shared.b32 %0, [%1 + 12];" : "=r"(v) : "r"(tlmm_smem(entry)) : "memory"); return v; }
 // A number from block 0 to block 1. One warp each.
 TLMM_DEV void tlmm_send_claim(int value, const void* word, const void* full, const void* free, int parity) {
   if (tlmm_lane() == 0) {
-    tlmm_wait_phase(free, parity);
+    tlmm_wait_full(tlmm_smem(free), parity);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
       :: "r"(tlmm_of_block(word, 1)), "r"(value), "r"(tlmm_of_block(full, 1)) : "memory"); }
   __syncwarp(); }
@@ -73,7 +65,7 @@ TLMM_DEV int tlmm_receive_claim(const void* word, const void* full, const void* 
   if (tlmm_lane() == 0)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 4;" :: "r"(tlmm_smem(full)) : "memory");
   __syncwarp();
-  tlmm_wait_phase(full, parity);
+  tlmm_wait_full(tlmm_smem(full), parity);
   int v; asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(v) : "r"(tlmm_smem(word)) : "memory");
   __syncwarp();
   if (tlmm_lane() == 0) tlmm_arrive_other(free, 1);

@@ -18,13 +18,12 @@ from __future__ import annotations
 import tilelang.language as T
 
 TASKS_CUDA = r"""
-TLMM_DEV void tlmm_publish(void* entry, void* full, int code, int expert, int rows) {
+TLMM_DEV void tlmm_publish(void* entry, void* full, int code, int expert, int rows, int shares) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-    :: "r"(tlmm_smem(entry)), "r"(code), "r"(expert), "r"(rows), "r"(0) : "memory");
+    :: "r"(tlmm_smem(entry)), "r"(code), "r"(expert), "r"(rows), "r"(shares) : "memory");
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(tlmm_smem(full)) : "memory"); }
 TLMM_DEV void tlmm_read_task(const void* entry, void* full, int parity, int* code, int* expert, int* rows) {
-  asm volatile("{.reg .pred p;\nagain: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;}"
-    :: "r"(tlmm_smem(full)), "r"(parity) : "memory");
+  tlmm_wait_full(tlmm_smem(full), parity);
   int unused;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
     : "=r"(*code), "=r"(*expert), "=r"(*rows), "=r"(unused) : "r"(tlmm_smem(entry)) : "memory"); }
@@ -45,18 +44,18 @@ class Tasks:
         return T.address_of(self.tables[self.offset + slot * 4])
 
     @T.inline
-    def publish(self, cursor, code, expert, rows, shares=None):
+    def publish(self, cursor, code, expert, rows, shares=0):
         """Write the entry at `cursor`; `shares` in a cluster (device/cluster.py). One warp."""
         if T.shuffle_elect(32):
             T.call_extern(
                 "handle",
-                "tlmm_publish" if shares is None else "tlmm_publish_shares",
+                "tlmm_publish",
                 self.entry(cursor.stage[0]),
                 T.address_of(self.full[cursor.stage[0]]),
                 code,
                 expert,
                 rows,
-                *(() if shares is None else (shares,)),
+                shares,
             )
 
     def shares(self, cursor):
