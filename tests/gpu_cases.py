@@ -56,6 +56,7 @@ ODD = {
     for p in (
         small("one-k-block", hidden=128, intermediate=128),
         small("hidden384", hidden=384, intermediate=384),
+        small("odd-tiles", hidden=768, intermediate=384),
         small("topk1", num_topk=1),
         small("topk8", num_experts=24, num_topk=8, hidden=256),
         small("topk10", num_experts=12, num_topk=10),
@@ -182,6 +183,8 @@ def edge_schedules(problem: Problem) -> Schedules:
         return schedules(problem, [("pingpong", "wide64", "rows", "swapped")[turn % 4]])
     if problem.name == "experts500":  # more than threads
         return schedules(problem, ("wide64",))
+    if problem.name == "odd-tiles":  # three of each linear a pool block: a cluster's last has none
+        return schedules(problem, ("wide128", "cluster"))
     if problem.name in ("topk8", "wide-intermediate"):
         return schedules(problem, ("pingpong", "rows", "swapped", "cluster"))
     if problem in [EXPERTS[n] for n in (1, 8, 31, 48)]:
