@@ -20,11 +20,6 @@ from .farm import ReportCache, package_version
 PROBE = "#include <cuda/atomic>\n__global__ void probe(int* p) { *p = 1; }\n"
 """With a header of cccl, as kernels have: it refuses a compiler and headers of two releases."""
 
-COMPILER = tuple(
-    f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime")
-)
-"""The parts of a compiler that fit torch for CUDA and each other."""
-
 
 def find_gpu() -> str | None:
     """Name of the current CUDA device if it is an SM90 one."""
@@ -59,7 +54,7 @@ def check_nvcc() -> tuple[bool, str]:
             said = (done.stdout + done.stderr)[-500:]
             return False, (
                 f"{nvcc} cannot compile for sm_90a: {said}. nvcc and its headers must be of one "
-                f"CUDA release: pip install {' '.join(map(repr, COMPILER))}"
+                "CUDA release: pip install 'cuda-toolkit[crt,cudart,nvcc,nvvm]<13.5'"
             )
         version = nvcc_of(cubin.read_bytes())
     return True, f"{nvcc} {version} compiles for sm_90a"

@@ -446,7 +446,7 @@ def test_doctor_says_what_to_install_where_headers_do_not_fit(
     compiles, text = doctor.check_nvcc()
     assert not compiles
     assert "headers are incompatible" in text
-    assert "pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'" in text
+    assert "pip install 'cuda-toolkit[crt,cudart,nvcc,nvvm]<13.5'" in text
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -77,15 +77,13 @@ def test_the_lock_has_one_version_of_each(python: str) -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_compiler_and_headers_are_of_one_release(python: str) -> None:
-    """That of torch for CUDA, which pins the runtime: cccl refuses a compiler of another one."""
-    lock, parts = locked(python), ("crt", "nvcc", "runtime")
-    names = ["cuda-toolkit", "nvidia-nvvm", *(f"nvidia-cuda-{part}" for part in parts)]
+    """cccl refuses a compiler whose headers are of another one; `cuda-toolkit` binds its parts."""
+    wanted = {r.name: r for r in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert wanted["cuda-toolkit"].extras == {"crt", "cudart", "nvcc", "nvvm"}
+    lock, parts = locked(python), ("cuda-crt", "cuda-nvcc", "cuda-runtime", "nvvm")
+    names = ["cuda-toolkit", *(f"nvidia-{part}" for part in parts)]
     versions = {name: str(lock[name].specifier).removeprefix("==") for name in names}
     assert len({tuple(v.split(".")[:2]) for v in versions.values()}) == 1, versions
-    wanted = {
-        r.name: str(r.specifier) for r in map(Requirement, PROJECT["project"]["dependencies"])
-    }
-    assert len({wanted[name] for name in names[1:]}) == 1
 
 
 def test_ci_installs_the_lock() -> None:
